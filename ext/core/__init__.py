@@ -1,0 +1,1 @@
+"""Errors, registry and the pydantic base model; imports nothing of the package and no torch."""

@@ -1,0 +1,1 @@
+"""Plans: schedules, passes, validation and simulation, all free of torch."""

@@ -1,0 +1,47 @@
+"""What a simulator or an adaptive schedule needs to know of a stage: times and activation sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Times and activation sizes of one stage for one micro-batch, in any one unit of time and of memory.
+
+    Attributes:
+        forward: time of F.
+        input_grad: time of I.
+        weight_grad: time of W; B takes input_grad + weight_grad.
+        recompute: time to re-run all that the stage's forward drops; 0 where nothing is dropped.
+        activations: all activations of the stage, as held without recomputation.
+        dropped: the part of ``activations`` that the forward drops.
+        stash: what is kept in place of the dropped part (the inputs of the dropped layers).
+        working_set: what a recompute inside B holds at any one time (one layer, or ``dropped`` if less).
+        message: size of the activations sent to the next stage, in the unit of the link's bandwidth.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    recompute: float = 0.0
+    activations: float = 1.0
+    dropped: float = 0.0
+    stash: float = 0.0
+    working_set: float = 0.0
+    message: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of every stage, by stage, and of a message between ranks.
+
+    Attributes:
+        stages: by stage.
+        latency: time between the end of an action and the arrival of its message on another rank.
+        bandwidth: size per time of a link; a message adds ``message / bandwidth``. Infinite by default.
+    """
+
+    stages: tuple[StageCosts, ...]
+    latency: float = 0.0
+    bandwidth: float = float("inf")

@@ -1,0 +1,83 @@
+"""The plan: everything that host engine, simulator, validator, planner and trace share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ext.pipeline.actions import Action, Kind, format_order, parse_order
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """Pipeline ranks and micro-batches per step."""
+
+    num_ranks: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One ordered list of actions per pipeline rank, with the layout it was made for.
+
+    Attributes:
+        schedule: registered name of the schedule.
+        num_microbatches: micro-batches per step.
+        rank_of: rank of each stage, by stage.
+        orders: actions of each rank, by rank, communication included.
+        layers_per_stage: layers of each stage, by stage.
+        recomputed_layers: how many of these the forward drops and R (or B, I) re-runs, by stage.
+    """
+
+    schedule: str
+    num_microbatches: int
+    rank_of: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+    layers_per_stage: tuple[int, ...]
+    recomputed_layers: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that ``rank`` holds, in model order."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    def compute_order(self, rank: int) -> tuple[Action, ...]:
+        """The rank's actions without communication."""
+        return tuple(action for action in self.orders[rank] if action.kind.is_compute)
+
+    @cached_property
+    def early_recomputes(self) -> frozenset[tuple[int, int]]:
+        """(stage, micro-batch) of every R that stands as an action of its own."""
+        return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.R)
+
+    def to_text(self) -> str:
+        """One line per rank; `parse_orders` reads it back."""
+        return "\n".join(f"rank {rank}: {format_order(order)}" for rank, order in enumerate(self.orders))
+
+    @cached_property
+    def hash(self) -> str:
+        """Twelve hex digits that change with any action, layout or recompute count."""
+        text = f"{self.rank_of} {self.layers_per_stage} {self.recomputed_layers}\n{self.to_text()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_json(self) -> Mapping[str, list[str]]:
+        """Orders as in the command line's contract: rank as string -> actions without communication."""
+        return {str(rank): [str(a) for a in self.compute_order(rank)] for rank in range(self.num_ranks)}
+
+
+def parse_orders(text: str) -> tuple[tuple[Action, ...], ...]:
+    """The orders in the text form of `Plan.to_text`.
+
+    Raises:
+        ScheduleError: a line holds something that is no action.
+    """
+    return tuple(tuple(parse_order(line.partition(":")[2])) for line in text.splitlines() if line.strip())
