@@ -1,0 +1,1 @@
+"""What to recompute (policies) and how (regions, units)."""
