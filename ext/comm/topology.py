@@ -1,0 +1,159 @@
+"""Which ranks of a process group share a node, and the sub-groups inside and between nodes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ext.core.errors import ConfigError
+
+Key = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes of one process group.
+
+    Attributes:
+        ranks: global ranks in the order of the group.
+        ranks_per_node: how many consecutive ranks share a node; meaningful where ``flat_reason`` is empty.
+        flat_reason: why an exchange in two hops is impossible or pointless; empty where it is possible.
+        is_irregular: the reason is how the ranks were placed, not their number: worth a warning.
+    """
+
+    ranks: tuple[int, ...]
+    ranks_per_node: int
+    flat_reason: str = ""
+    is_irregular: bool = False
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether the group covers several whole nodes with several ranks each, one node after another."""
+        return not self.flat_reason
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.ranks) // self.ranks_per_node
+
+    def node_of(self, index: int) -> int:
+        """The node of the group's ``index``-th rank."""
+        return index // self.ranks_per_node
+
+    def __str__(self) -> str:
+        if self.is_two_level:
+            return f"{self.num_nodes} nodes of {self.ranks_per_node} ranks"
+        return f"{len(self.ranks)} ranks, {self.flat_reason}"
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The process groups of this rank: its node's ranks, and the ranks with its local index on all nodes."""
+
+    topology: Topology
+    intra_node: ProcessGroup
+    inter_node: ProcessGroup
+
+
+def topology_of(ranks: Sequence[int], nodes: Sequence[str]) -> Topology:
+    """The topology of a group whose ``ranks[i]`` lives on ``nodes[i]``. No communication."""
+    ranks = tuple(ranks)
+    names = list(dict.fromkeys(nodes))
+    sizes = [list(nodes).count(name) for name in names]
+    if len(names) == 1:
+        return Topology(ranks, len(ranks), "all on one node")
+    if max(sizes) == 1:
+        return Topology(ranks, 1, "one rank per node")
+    if len(set(sizes)) > 1:
+        reason = f"unevenly placed: {', '.join(map(str, sizes))} per node"
+    elif list(nodes) != [name for name in names for _ in range(sizes[0])]:
+        reason = "the ranks of a node are not consecutive"
+    elif list(ranks) != sorted(ranks):
+        reason = "the group's ranks are not in ascending order"
+    else:
+        return Topology(ranks, sizes[0])
+    return Topology(ranks, 1, reason, is_irregular=True)
+
+
+def discover(group: ProcessGroup | None = None, ranks_per_node: int | None = None) -> Topology:
+    """The topology of ``group`` from its ranks' hosts. Collective over ``group``; every rank must call.
+
+    Args:
+        group: any process group; the default one where absent.
+        ranks_per_node: global ranks ``n * ranks_per_node`` onwards form node n, whatever the hosts say: for
+            emulated nodes, or where a host holds several islands of fast links.
+
+    Raises:
+        ConfigError: on all ranks, where ``ranks_per_node`` does not divide the world or joins hosts.
+    """
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    hosts: list[str] = [""] * len(ranks)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    if ranks_per_node is None:
+        return topology_of(ranks, hosts)
+    world_size = dist.get_world_size()
+    if ranks_per_node < 1 or world_size % ranks_per_node:
+        raise ConfigError(
+            f"ext.moe.topology.ranks_per_node: {ranks_per_node} does not divide the world size {world_size}. "
+            "Give the number of ranks on each node, or leave the key out to use the ranks' hosts."
+        )
+    nodes = [str(rank // ranks_per_node) for rank in ranks]
+    for node in dict.fromkeys(nodes):
+        members = [i for i, name in enumerate(nodes) if name == node]
+        names = sorted({hosts[i] for i in members})
+        if len(names) > 1:
+            raise ConfigError(
+                f"ext.moe.topology.ranks_per_node: {ranks_per_node} puts ranks "
+                f"{', '.join(str(ranks[i]) for i in members)} on one node, but they run on the hosts "
+                f"{', '.join(names)}. Give the number of ranks on each host, or leave the key out."
+            )
+    return topology_of(ranks, nodes)
+
+
+def node_groups(topologies: Sequence[Topology]) -> list[NodeGroups | None]:
+    """The two process groups of this rank for each topology, None for a flat one; created once and kept.
+
+    Collective over the whole world, since torch names a group by the number of groups created before it:
+    every process must call, with the topologies of the groups it belongs to, if any.
+    """
+    keys = [(t.ranks, t.ranks_per_node) for t in topologies if t.is_two_level]
+    everyone: list[list[Key]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, keys)
+    world = dist.group.WORLD
+    if _created.world is not world:  # an earlier world was destroyed, and its groups with it
+        _created.world = world
+        _created.groups.clear()
+    for key in sorted({key for keys in everyone for key in keys} - _created.groups.keys()):
+        ranks, m = key
+        nodes = [list(ranks[first : first + m]) for first in range(0, len(ranks), m)]
+        rails = [list(ranks[local::m]) for local in range(m)]
+        _created.groups[key] = (_new_groups(nodes), _new_groups(rails))
+    found: list[NodeGroups | None] = []
+    for topology in topologies:
+        intra, inter = _created.groups.get((topology.ranks, topology.ranks_per_node), (None, None))
+        found.append(None if intra is None or inter is None else NodeGroups(topology, intra, inter))
+    return found
+
+
+def _new_groups(members: Sequence[list[int]]) -> ProcessGroup | None:
+    """Create every group, on every process in the same order; this process's own."""
+    mine = None
+    for ranks in members:
+        group = dist.new_group(ranks)
+        if isinstance(group, ProcessGroup) and dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+class _Created:
+    """The node groups of the running world, by key; None on processes outside of them."""
+
+    def __init__(self) -> None:
+        self.world: ProcessGroup | None = None
+        self.groups: dict[Key, tuple[ProcessGroup | None, ProcessGroup | None]] = {}
+
+
+_created = _Created()
