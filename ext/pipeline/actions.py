@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ext.core.errors import ScheduleError
 
@@ -33,14 +33,15 @@ class Kind(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    __hash__ = str.__hash__  # Enum's own is a Python function, slow where plans have 10^5 actions
+
 
 F, B, I, W, R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R
 COMPUTE_KINDS = frozenset((F, B, I, W, R))
 _TEXT = re.compile(rf"(\d+)({'|'.join(sorted((kind.value for kind in Kind), key=len, reverse=True))})(\d+)")
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One step of a rank: ``2F0`` is stage 2, forward, micro-batch 0.
 
     A stage is the index of a model chunk; which rank holds it is the placement's business.

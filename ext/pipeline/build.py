@@ -1,0 +1,88 @@
+"""From a schedule and a layout to a validated plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ext.core.errors import ConfigError
+from ext.pipeline.passes import DEFAULT_LOOKAHEAD, add_communication, place_recomputes
+from ext.pipeline.plan import Plan
+from ext.pipeline.schedule import Schedule
+from ext.pipeline.validate import check_communication, check_compute, check_progress
+
+
+def build_plan(
+    schedule: Schedule,
+    *,
+    layers_per_stage: Sequence[int],
+    recomputed_layers: Sequence[int],
+    lookahead: int = DEFAULT_LOOKAHEAD,
+) -> Plan:
+    """Run the passes over a schedule's orders and prove the result.
+
+    Args:
+        schedule: made for its shape and, where it adapts, its costs.
+        layers_per_stage: layers of each stage, by stage.
+        recomputed_layers: how many of these are recomputed, by stage; a stage with 0 gets no R.
+        lookahead: how many compute actions ahead of its use a receive is posted.
+
+    Raises:
+        ConfigError: layers that do not fit the schedule's stages.
+        ScheduleError: the schedule's orders do not make a valid plan.
+    """
+    rank_of, num_ranks = schedule.rank_of, schedule.shape.num_ranks
+    _check_layers(schedule, layers_per_stage, recomputed_layers)
+    recomputing = frozenset(stage for stage, count in enumerate(recomputed_layers) if count)
+    orders = tuple(
+        tuple(place_recomputes(schedule.order(rank), schedule.early_recomputes(rank), recomputing))
+        for rank in range(num_ranks)
+    )
+
+    def plan_of(orders: tuple) -> Plan:
+        return Plan(
+            schedule=schedule.config.type,
+            num_microbatches=schedule.shape.num_microbatches,
+            rank_of=rank_of,
+            orders=orders,
+            layers_per_stage=tuple(layers_per_stage),
+            recomputed_layers=tuple(recomputed_layers),
+        )
+
+    check_compute(plan_of(orders), [schedule.max_in_flight(rank) for rank in range(num_ranks)])
+    plan = plan_of(add_communication(orders, rank_of, lookahead=lookahead))
+    check_communication(plan)
+    check_progress(plan)
+    return plan
+
+
+def default_recompute(schedule: Schedule, layers_per_stage: Sequence[int]) -> tuple[int, ...]:
+    """Recomputed layers per stage where the user asks for nothing: the schedule's own policy."""
+    if schedule.recomputes_by_default:
+        return full_recompute(schedule, layers_per_stage)
+    return (0,) * len(layers_per_stage)
+
+
+def full_recompute(schedule: Schedule, layers_per_stage: Sequence[int]) -> tuple[int, ...]:
+    """Every layer, except on stages that the schedule's definition keeps whole."""
+    return tuple(n if schedule.may_recompute(stage) else 0 for stage, n in enumerate(layers_per_stage))
+
+
+def _check_layers(schedule: Schedule, layers: Sequence[int], recomputed: Sequence[int]) -> None:
+    name, num_stages = schedule.config.type, len(schedule.rank_of)
+    problems = [
+        f"{what} lists {len(counts)} stages, schedule '{name}' has {num_stages}; give one number per stage."
+        for what, counts in (("layers_per_stage", layers), ("recomputed_layers", recomputed))
+        if len(counts) != num_stages
+    ]
+    for stage, (total, again) in enumerate(zip(layers, recomputed, strict=False)):
+        if total < 1:
+            problems.append(f"stage {stage} has {total} layers; every stage needs at least one.")
+        elif not 0 <= again <= total:
+            problems.append(f"stage {stage} recomputes {again} of {total} layers; give 0 to {total}.")
+        elif again and not schedule.may_recompute(stage):
+            problems.append(
+                f"stage {stage} recomputes {again} layers, but schedule '{name}' never recomputes there; "
+                f"set it to 0 or use the schedule '1f1b'."
+            )
+    if problems:
+        raise ConfigError(*problems)

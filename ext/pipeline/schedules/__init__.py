@@ -1,0 +1,10 @@
+"""The schedules of this package, one file each; importing this module registers all of them."""
+
+from ext.pipeline.schedules import (  # noqa: F401 - imported to register
+    early_recompute,
+    gpipe,
+    last_no_recompute,
+    one_f_one_b,
+    shifted_critical_path,
+    zb_h1,
+)
