@@ -40,5 +40,12 @@ class CheckpointError(ExtError, RuntimeError):
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the closest allowed name, else an empty string."""
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    close = nearest_name(name, allowed)
+    return f" Did you mean '{close}'?" if close else ""
+
+
+def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
+    """The closest allowed name, whatever its case, or None where nothing is close."""
+    by_lower = {candidate.lower(): candidate for candidate in allowed}
+    close = difflib.get_close_matches(name[:100].lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[close[0]] if close else None

@@ -71,7 +71,7 @@ class Registry(Generic[T]):
         module_name, _, attribute = path.partition(":")
         try:
             cls = getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:
             raise ConfigError(f"{self.kind} '{path}' cannot be imported: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, self._base)):
             raise ConfigError(f"{self.kind} '{path}' is no subclass of {self._base.__qualname__}")

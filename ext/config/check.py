@@ -1,0 +1,224 @@
+"""Everything about a ds_config that can be known before launch, all of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ext.config.batch import Batch, batch_problems, read_batch
+from ext.config.model import ExtConfig, read_block, stray_keys
+from ext.config.problems import Problem, shown
+from ext.config.source import UnreadableConfig, read_ds_config
+from ext.core.errors import ExtError
+from ext.pipeline.plan import PipelineShape
+from ext.pipeline.schedule import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Numbers of a launch; None where not given, and then what depends on them is skipped."""
+
+    world_size: int | None = None
+    pipeline_stages: int | None = None
+    tensor_parallel: int | None = 1
+    num_layers: int | None = None
+
+    @property
+    def data_parallel(self) -> int | None:
+        """Replicas of the model, None where unknown or not whole."""
+        if self.world_size is None or self.pipeline_stages is None or self.tensor_parallel is None:
+            return None
+        replicas, rest = divmod(self.world_size, self.pipeline_stages * self.tensor_parallel)
+        return replicas if rest == 0 else None
+
+
+def check_config(
+    ds_config: str | Path | dict[str, Any],
+    *,
+    world_size: int | None = None,
+    pipeline_stages: int | None = None,
+    tensor_parallel: int = 1,
+    num_layers: int | None = None,
+) -> list[Problem]:
+    """All violations of a ds_config, in no process group; empty where there is none.
+
+    Args:
+        ds_config: what DeepSpeed takes: a dictionary, a path, or base64 text.
+        world_size: ranks in all.
+        pipeline_stages: pipeline ranks.
+        tensor_parallel: ranks that share each layer.
+        num_layers: layers of the module, as many as its list holds.
+    """
+    try:
+        config = read_ds_config(ds_config)
+    except UnreadableConfig as error:
+        return [error.problem]
+    launch, problems = _read_launch(world_size, pipeline_stages, tensor_parallel, num_layers)
+    problems += stray_keys(config)
+    ext_config, of_block = read_block(config.get("ext"))
+    if of_block:
+        ext_config = _right_part(config.get("ext"), of_block)
+    problems += of_block
+    batch, of_batch = read_batch(config)
+    problems += of_batch
+    problems += _layout(launch)
+    problems += batch_problems(batch, *_data_parallel(config, launch))
+    problems += _precision(config)
+    if launch.pipeline_stages not in (None, 1) or _asks_for_pipeline(config.get("ext")):
+        problems += _zero(config)
+    if ext_config is not None:
+        problems += _microbatches(ext_config, batch.completed(launch.data_parallel), launch)
+        problems += _lists(ext_config, launch)
+    return problems
+
+
+def microbatches_per_step(ds_config: dict[str, Any], launch: Launch) -> int | None:
+    """Gradient accumulation steps as DeepSpeed would compute them, None where a number is missing."""
+    return read_batch(ds_config)[0].completed(_data_parallel(ds_config, launch)[0]).gas
+
+
+def _read_launch(*numbers: int | None) -> tuple[Launch, list[Problem]]:
+    problems: list[Problem] = []
+    good: dict[str, int | None] = {}
+    for field, number in zip(fields(Launch), numbers, strict=True):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            problems.append(Problem(field.name, f"found {shown(number)}; allowed: a whole number above 0."))
+            number = None
+        good[field.name] = number
+    return Launch(**good), problems
+
+
+def _layout(launch: Launch) -> Iterator[Problem]:
+    world, stages, tensor, layers = (getattr(launch, field.name) for field in fields(Launch))
+    if world and stages and tensor and world % (stages * tensor):
+        each = stages * tensor
+        nearest = " or ".join(str(n * each) for n in (world // each, world // each + 1) if n)
+        yield Problem(
+            "world_size",
+            f"{world} ranks cannot be cut into replicas of {stages} pipeline stages x {tensor} tensor-parallel "
+            f"ranks = {each}. Use {nearest} ranks.",
+        )
+    if stages and layers and layers < stages:
+        yield Problem(
+            "num_layers",
+            f"{layers} layers cannot fill {stages} pipeline stages of at least one. Use {layers} stages or fewer.",
+        )
+
+
+def _data_parallel(config: dict[str, Any], launch: Launch) -> tuple[int | None, str]:
+    """Data-parallel size, None where unknown, and the text that explains it."""
+    data_parallel = launch.data_parallel
+    if data_parallel is None or config.get("sequence_parallel_size", 1) != 1:
+        return None, ""
+    return data_parallel, (
+        f"; {launch.world_size} ranks / ({launch.pipeline_stages} stages x {launch.tensor_parallel} tensor parallel)"
+        f" = {data_parallel}"
+    )
+
+
+def _precision(config: dict[str, Any]) -> Iterator[Problem]:
+    on = [
+        key
+        for key in ("fp16", "bf16", "bfloat16")
+        if isinstance(config.get(key), dict) and config[key].get("enabled") is True
+    ]
+    if "fp16" in on and len(on) > 1:
+        yield Problem("fp16.enabled", f"both fp16 and {on[1]} are enabled. Disable one.")
+
+
+def _right_part(block: Any, problems: list[Problem]) -> ExtConfig | None:
+    """The block without the keys that have problems, so that the rest is still checked; None without a rest."""
+    if not isinstance(block, dict):
+        return None
+    block = {key: dict(value) if isinstance(value, dict) else value for key, value in block.items()}
+    for problem in problems:
+        _, *path = problem.key.split(".")
+        inner = block.get(path[0]) if path else None
+        if len(path) > 1 and isinstance(inner, dict) and path[1] in inner:
+            del inner[path[1]]
+        elif path:
+            block.pop(path[0], None)
+    return read_block(block)[0]
+
+
+def _asks_for_pipeline(block: Any) -> bool:
+    """Whether the block, right or wrong, is on and can only work on a pipeline module."""
+    return (
+        isinstance(block, dict) and block.get("enabled") is not False and bool({"pipeline", "recompute"} & set(block))
+    )
+
+
+def _zero(config: dict[str, Any]) -> Iterator[Problem]:
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage in (2, 3):
+        yield Problem(
+            "zero_optimization.stage",
+            f"ZeRO {stage} cannot work with a pipeline: it would shard gradients that every micro-batch adds to. "
+            "Allowed: 0 or 1. Use ZeRO 1 with more pipeline stages or recomputation, or ZeRO 3 without a pipeline.",
+        )
+
+
+def _microbatches(config: ExtConfig, batch: Batch, launch: Launch) -> Iterator[Problem]:
+    if config.pipeline is None or batch.gas is None or batch.gas < 1:
+        return
+    options = config.pipeline.schedule
+    schedule = SCHEDULES.get(options.type)
+    stages = launch.pipeline_stages
+    if stages is None and batch.gas >= schedule.min_microbatches:
+        return
+    try:
+        schedule(options, shape=PipelineShape(stages or 2, batch.gas))
+    except (ExtError, ValueError) as error:
+        yield Problem("ext.pipeline.schedule", str(error))
+
+
+def _lists(config: ExtConfig, launch: Launch) -> Iterator[Problem]:
+    placed = config.pipeline.partition.layers if config.pipeline else None
+    recompute = config.recompute
+    recomputed = getattr(recompute.policy, "layers", None) if recompute else None
+    budgets = recompute.memory_budget_gib if recompute and isinstance(recompute.memory_budget_gib, tuple) else None
+    lists = {
+        "ext.pipeline.partition": placed,
+        "ext.recompute.policy": recomputed,
+        "ext.recompute.memory_budget_gib": budgets,
+    }
+    given = {key: values for key, values in lists.items() if values is not None}
+    first = next(iter(given.items()), None)
+    stages = launch.pipeline_stages
+    for key, values in given.items():
+        if stages and len(values) != stages:
+            yield Problem(key, f"{len(values)} numbers given, the pipeline has {stages} stages. Give one per stage.")
+        elif not stages and first and len(values) != len(first[1]):
+            yield Problem(key, f"{len(values)} numbers given, {first[0]} has {len(first[1])}. Both need one per stage.")
+    layers = launch.num_layers
+    if placed and layers and sum(placed) != layers:
+        yield Problem(
+            "ext.pipeline.partition",
+            f"{' + '.join(map(str, placed))} = {sum(placed)} layers, the model has {layers}. Make the sum {layers}.",
+        )
+    if recomputed:
+        yield from _recomputed(recomputed, placed, launch)
+
+
+def _recomputed(recomputed: tuple[int, ...], placed: tuple[int, ...] | None, launch: Launch) -> Iterator[Problem]:
+    """More recomputed layers than a stage can have."""
+    if placed and len(placed) == len(recomputed):
+        limits = placed
+    elif launch.num_layers:
+        limits = (launch.num_layers - len(recomputed) + 1,) * len(recomputed)
+    else:
+        return
+    for stage, (asked, limit) in enumerate(zip(recomputed, limits, strict=True)):
+        if asked > limit:
+            yield Problem(
+                "ext.recompute.policy",
+                f"stage {stage}: {asked} recomputed layers asked, the stage has {max(limit, 0)} at most. Lower it.",
+            )
+    if launch.num_layers and sum(recomputed) > launch.num_layers:
+        yield Problem(
+            "ext.recompute.policy",
+            f"{sum(recomputed)} recomputed layers asked in all, the model has {launch.num_layers}. Lower them.",
+        )
