@@ -1,0 +1,274 @@
+"""A PipelineEngine that runs plans."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import engine as host
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from ext.adapters.deepspeed import instructions, resolve
+from ext.adapters.deepspeed.layers import LayerInventory, replace_layers
+from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
+from ext.config import ExtConfig
+from ext.core.errors import DataError
+from ext.pipeline.plan import Plan
+from ext.recompute.regions import DroppedLayer, MicrobatchRegions
+from ext.runtime.channels import Links, Message, TensorSpec, as_tuple
+from ext.runtime.guard import FailureGuard
+
+logger = logging.getLogger(__name__)
+
+
+class PlanPipelineEngine(PipelineEngine):
+    """Runs a plan through DeepSpeed's own schedule loop and instruction map.
+
+    Buffers are indexed by micro-batch. Losses, gradients of the outputs and dropped layers are kept per
+    micro-batch, where the host has one slot for all. Sends and receives are asynchronous, on one process group
+    per direction and neighbour.
+    """
+
+    plan: Plan
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = ExtConfig.from_ds_config(kwargs["config_class"]._param_dict)
+        assert config is not None, "the engine is chosen only where the config has an active 'ext' block"
+        self.ext_config = config
+        self.inventory = LayerInventory.of(self.module)
+        self.pipe_buffers.update(losses=[], regions=[], output_specs=[])
+        self.recomputes: dict[int, int] = {}
+        self.resolution = resolve.resolve(config, self.inventory, self.num_stages, self.micro_batches)
+        if self.resolution.replaces_host_checkpointing:
+            self.module.activation_checkpoint_interval = 0
+        self.plan = self.resolution.plan
+        self._num_loaded = 0
+        self._trackers = (DeepSpeedRngTracker(),)
+        self._guard = FailureGuard()
+        self._links: Links | None = None
+
+    # -- schedules -----------------------------------------------------------------------------------------
+
+    def _train_schedule(self) -> instructions.PlanSchedule:
+        if self.plan.num_microbatches != self.micro_batches:
+            self.resolution = resolve.resolve(self.ext_config, self.inventory, self.num_stages, self.micro_batches)
+            self.plan = self.resolution.plan
+        self.recomputes = dict.fromkeys(self.plan.stages_of(self.stage_id), 0)
+        return instructions.PlanSchedule(self.plan, self.stage_id, training=True)
+
+    def _inference_schedule(self, micro_batches: int) -> instructions.PlanSchedule:
+        plan = resolve.forward_plan(self.plan, micro_batches)
+        return instructions.PlanSchedule(plan, self.stage_id, training=False)
+
+    def _exec_schedule(self, pipe_schedule: instructions.PlanSchedule) -> None:
+        if self._links is None:
+            self._links = self._open_links()
+        self._links.reset_shapes()
+        self._num_loaded = 0
+        self._guard.start_step()
+        try:
+            super()._exec_schedule(pipe_schedule)
+        except Exception as error:
+            if self._guard.agreed:
+                self._abandon_step()
+                raise
+            self._abandon_step()
+            self._guard.agree(error)
+
+    def _exec_finish_step(self) -> None:
+        self._channels.drain()
+        self._guard.agree(None)
+
+    def _abandon_step(self) -> None:
+        """Leave nothing of a failed step behind: no channel, buffer or gradient."""
+        if self._links is not None:
+            self._links.close()
+            self._links = None
+        for slots in self.pipe_buffers.values():
+            slots[:] = [None] * len(slots)
+        self.loss = self.loss.detach()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_hp_grads()
+
+    # -- compute -------------------------------------------------------------------------------------------
+
+    def _exec_plan_forward(self, stage: int, microbatch: int) -> None:
+        if self.is_first_stage() or self.is_last_stage():
+            self._load_up_to(microbatch)
+        if not self.is_first_stage():
+            with self._timed(host.PIPE_RECV_INPUT_TIMER):
+                inputs = self._channels.inputs_from(self.plan.rank_of[stage - 1]).wait(microbatch)
+            self.pipe_buffers["inputs"][microbatch] = inputs
+        with self._layers_dropped(stage, microbatch):
+            super()._exec_forward_pass(microbatch)
+        outputs = self.pipe_buffers["outputs"][microbatch]
+        if self.is_last_stage():
+            if torch.is_grad_enabled():
+                self.pipe_buffers["losses"][microbatch] = self.loss
+            self.pipe_buffers["outputs"][microbatch] = None
+            self.pipe_buffers["labels"][microbatch] = None
+        else:
+            self.pipe_buffers["output_specs"][microbatch] = _gradient_specs(outputs, stage)
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["inputs"][microbatch] = None
+
+    def _exec_plan_recompute(self, stage: int, microbatch: int) -> None:
+        self.pipe_buffers["regions"][microbatch].recompute()
+
+    def _exec_plan_backward(self, stage: int, microbatch: int) -> None:
+        regions = self.pipe_buffers["regions"][microbatch]
+        with contextlib.nullcontext() if regions is None else regions.backward():
+            if self.is_last_stage():
+                self._backward_from_loss(microbatch)
+            else:
+                self._backward_from_gradient(stage, microbatch)
+        if regions is not None:
+            self.recomputes[stage] += regions.num_reruns
+            self.pipe_buffers["regions"][microbatch] = None
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][microbatch] = None
+
+    def _backward_from_loss(self, microbatch: int) -> None:
+        self.loss, self.pipe_buffers["losses"][microbatch] = self.pipe_buffers["losses"][microbatch], None
+        if self.loss.requires_grad:
+            super()._exec_backward_pass(microbatch)
+        self.loss = self.loss.detach()
+
+    def _backward_from_gradient(self, stage: int, microbatch: int) -> None:
+        with self._timed(host.PIPE_RECV_GRAD_TIMER):
+            received = self._channels.output_grads_from(self.plan.rank_of[stage + 1]).wait(microbatch)
+        gradients = as_tuple(received)
+        outputs = [t for t in as_tuple(self.pipe_buffers["outputs"][microbatch]) if t.requires_grad]
+        self.pipe_buffers["output_specs"][microbatch] = None
+        self.pipe_buffers["outputs"][microbatch] = None
+        if not outputs:
+            return  # nothing on this stage or before it is trained
+        if len(outputs) == 1:
+            self.pipe_buffers["outputs"][microbatch], self.grad_layer = outputs[0], gradients[0]
+        else:
+            joined = _Join.apply(gradients, *outputs)
+            self.pipe_buffers["outputs"][microbatch], self.grad_layer = joined, torch.ones_like(joined)
+        super()._exec_backward_pass(microbatch)
+        self.grad_layer = None
+
+    @contextlib.contextmanager
+    def _layers_dropped(self, stage: int, microbatch: int) -> Iterator[None]:
+        """While this lasts, the module's forward drops what the plan recomputes later."""
+        dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
+        if not dropped or not torch.is_grad_enabled():
+            yield
+            return
+        regions = MicrobatchRegions(self._trackers)
+        self.pipe_buffers["regions"][microbatch] = regions
+        kept = self.module.forward_funcs
+        replace_layers(
+            self.module,
+            [DroppedLayer(layer, regions) if index in dropped else layer for index, layer in enumerate(kept)],
+        )
+        try:
+            yield
+        finally:
+            replace_layers(self.module, kept)
+
+    # -- data and communication ----------------------------------------------------------------------------
+
+    def _load_up_to(self, microbatch: int) -> None:
+        """Micro-batch i is the i-th that the iterator gives, in whatever order forwards run."""
+        while self._num_loaded <= microbatch:
+            try:
+                super()._exec_load_micro_batch(self._num_loaded)
+            except StopIteration:
+                raise DataError(
+                    f"a step needs {self.micro_batches} micro-batches, the data iterator gave "
+                    f"{self._num_loaded}. Give it more data, wrap it in deepspeed.utils.RepeatingLoader, or lower "
+                    "gradient_accumulation_steps."
+                ) from None
+            self._num_loaded += 1
+
+    def _exec_send_outputs(self, stage: int, microbatch: int) -> None:
+        with self._timed(host.PIPE_SEND_OUTPUT_TIMER):
+            outputs = self.pipe_buffers["outputs"][microbatch]
+            self._channels.outputs_to(self.plan.rank_of[stage + 1]).send(outputs, microbatch)
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["outputs"][microbatch] = None
+
+    def _exec_post_inputs(self, stage: int, microbatch: int) -> None:
+        self._channels.inputs_from(self.plan.rank_of[stage - 1]).post(microbatch)
+
+    def _exec_send_input_grads(self, stage: int, microbatch: int) -> None:
+        with self._timed(host.PIPE_SEND_GRAD_TIMER):
+            inputs = [t for t in as_tuple(self.pipe_buffers["inputs"][microbatch]) if t.requires_grad]
+            gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+            self._channels.input_grads_to(self.plan.rank_of[stage - 1]).send_known(gradients)
+        self.pipe_buffers["inputs"][microbatch] = None
+
+    def _exec_post_output_grads(self, stage: int, microbatch: int) -> None:
+        specs = self.pipe_buffers["output_specs"][microbatch]
+        self._channels.output_grads_from(self.plan.rank_of[stage + 1]).post(microbatch, specs)
+
+    @property
+    def _channels(self) -> Links:
+        assert self._links is not None
+        return self._links
+
+    def _open_links(self) -> Links:
+        rank_of = self.plan.rank_of
+        return Links(
+            [self.grid.stage_to_global(stage_id=rank) for rank in range(self.num_stages)],
+            self.stage_id,
+            zip(rank_of, rank_of[1:], strict=False),
+            torch.device(self.device),
+            dynamic=self.dynamic_shape,
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, timer: str) -> Iterator[None]:
+        if not self.wall_clock_breakdown():
+            yield
+            return
+        self.timers(timer).start()
+        yield
+        self.timers(timer).stop()
+
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        instructions.Forward: _exec_plan_forward,
+        instructions.Recompute: _exec_plan_recompute,
+        instructions.Backward: _exec_plan_backward,
+        instructions.SendActivations: _exec_send_outputs,
+        instructions.PostActivations: _exec_post_inputs,
+        instructions.SendGradients: _exec_send_input_grads,
+        instructions.PostGradients: _exec_post_output_grads,
+        instructions.FinishStep: _exec_finish_step,
+    }
+
+
+class _Join(torch.autograd.Function):
+    """Several outputs as one, so that one backward serves them all: the host would run one for each."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[Tensor, ...], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+def _gradient_specs(outputs: Message, stage: int) -> tuple[TensorSpec, ...]:
+    """The tensors for which the next stage sends a gradient back."""
+    tensors = as_tuple(outputs)
+    strangers = [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]
+    if strangers:
+        raise DataError(f"stage {stage} must give a tensor or a tuple of tensors to the next one, found {strangers}.")
+    return tuple(TensorSpec(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors if t.requires_grad)

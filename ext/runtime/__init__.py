@@ -1,0 +1,1 @@
+"""What both hosts' engines share: point-to-point channels, agreement on failures, action records."""
