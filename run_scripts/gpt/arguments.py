@@ -1,0 +1,122 @@
+"""The options of the job, and every check that needs neither torch nor other ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ext.core.errors import ConfigError
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "gpt_small_pp2.json"
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, by name; the help texts of `parse` say what each one is."""
+
+    config: Path
+    pipeline_stages: int | None
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    seq_length: int
+    vocab_size: int | None
+    dropout: float
+    data_path: Path | None
+    tokenizer: Path | None
+    steps: int
+    warmup_steps: int
+    lr_floor: float
+    seed: int
+    eval_every: int
+    eval_batches: int
+    log_every: int
+    save_every: int
+    keep_checkpoints: int
+    output: Path | None
+    resume: Path | None
+    log_json: Path | None
+    verbose: bool
+    check: bool
+    world_size: int
+
+
+def parse(argv: list[str] | None = None) -> Arguments:
+    """Read the command line; argparse ends the process with 2 on an option it does not know.
+
+    Raises:
+        ConfigError: values that cannot work, all of them at once.
+    """
+    parser = argparse.ArgumentParser(
+        description="Train a GPT with pipeline parallelism. Parallelism, optimizer and schedule are in the ds_config.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", "--deepspeed_config", type=Path, default=DEFAULT_CONFIG, help="ds_config.json")
+    add("--pipeline-stages", type=int, help="default: pipeline.stages of the ds_config, else one stage per rank")
+    add("--num-layers", type=int, default=8, help="transformer blocks")
+    add("--hidden-size", type=int, default=128)
+    add("--num-heads", type=int, default=4)
+    add("--seq-length", type=int, default=128, help="tokens of one sample")
+    add("--vocab-size", type=int, help="default: that of the tokenizer, which must not be larger")
+    add("--dropout", type=float, default=0.0)
+    add("--data-path", type=Path, help="text file, folder, or prefix of .bin and .idx; default: Python's own source")
+    add("--tokenizer", type=Path, help="JSON file of the 'tokenizers' package; default: bytes")
+    add("--steps", type=int, default=300)
+    add("--warmup-steps", type=int, default=30, help="steps until the learning rate of the ds_config is reached")
+    add("--lr-floor", type=float, default=0.1, help="last learning rate as a share of the ds_config's")
+    add("--seed", type=int, default=1234, help="of weights, dropout and the order of samples")
+    add("--eval-every", type=int, default=50, help="steps between evaluations; 0: none")
+    add("--eval-batches", type=int, default=16, help="micro-batches per evaluation")
+    add("--log-every", type=int, default=10, help="steps between progress lines")
+    add("--save-every", type=int, default=100, help="steps between checkpoints; the last step always is one; 0: none")
+    add("--keep-checkpoints", type=int, default=2, help="how many stay on disk")
+    add("--output", type=Path, help="folder of this run; default: a new one in runs/")
+    add("--resume", type=Path, nargs="?", const=Path(), metavar="DIR", help="go on; default: the newest in runs/")
+    add("--log-json", type=Path, metavar="FILE", help="also write progress as one JSON object per line")
+    add("--verbose", action="store_true", help="show DeepSpeed's messages")
+    add("--check", action="store_true", help="only check arguments, config and data")
+    add("--world-size", type=int, default=1, help="ranks that --check shall assume")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by DeepSpeed's launcher
+    values: dict[str, Any] = vars(parser.parse_args(argv))
+    del values["local_rank"]
+    arguments = Arguments(**values)
+    problems = list(_problems(arguments))
+    if problems:
+        raise ConfigError(*problems)
+    return arguments
+
+
+def _problems(arguments: Arguments) -> Iterator[str]:
+    at_least_one = (
+        "num_layers hidden_size num_heads seq_length vocab_size pipeline_stages steps eval_batches log_every "
+        "keep_checkpoints world_size"
+    )
+    for names, minimum in ((at_least_one, 1), ("warmup_steps eval_every save_every seed", 0)):
+        for name in names.split():
+            value = getattr(arguments, name)
+            if value is not None and value < minimum:
+                yield f"{_option(name)}: {value} is not allowed; {minimum} or more."
+    for name in ("dropout", "lr_floor"):
+        value = getattr(arguments, name)
+        if not 0 <= value <= 1:
+            yield f"{_option(name)}: {value} is not allowed; a share from 0 to 1."
+    if arguments.num_heads >= 1 and arguments.hidden_size % arguments.num_heads:
+        yield (
+            f"--hidden-size: {arguments.hidden_size} is no multiple of --num-heads {arguments.num_heads}; "
+            f"the nearest are {_multiples(arguments.hidden_size, arguments.num_heads)}."
+        )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} and {below + of}" if below else f"{of}"

@@ -1,0 +1,78 @@
+"""Everything that can be refused before there is a process group; needs no torch, so that it takes no time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ext.config import check_config
+from ext.config.source import read_ds_config
+from ext.core.errors import ConfigError
+from gpt import corpus
+from gpt.arguments import Arguments
+
+NUM_OTHER_LAYERS = 4
+"""Layers of the model that are no transformer blocks: embedding, positions, final norm, head."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check(arguments: Arguments) -> tuple[dict[str, Any], int]:
+    """Refuse what cannot work.
+
+    Returns:
+        The ds_config and the number of pipeline stages.
+
+    Raises:
+        ConfigError: all problems of the config at once.
+        DataError: the data is not there or not readable.
+    """
+    if not arguments.check:
+        _require_launcher(os.environ)
+    ds_config = read_ds_config(arguments.config)
+    world_size = arguments.world_size if arguments.check else int(os.environ["WORLD_SIZE"])
+    num_stages = _num_stages(arguments, ds_config, world_size)
+    problems = [*_own_problems(arguments, num_stages)]
+    problems += map(
+        str,
+        check_config(
+            ds_config,
+            world_size=world_size,
+            pipeline_stages=num_stages,
+            num_layers=arguments.num_layers + NUM_OTHER_LAYERS,
+        ),
+    )
+    if problems:
+        raise ConfigError(*problems)
+    corpus.find(arguments.data_path)
+    return ds_config, num_stages
+
+
+def _require_launcher(environment: Mapping[str, str]) -> None:
+    missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: this process does not know its place among the ranks. Start it with "
+            f"run_scripts/pretrain_gpt.sh, with 'deepspeed --num_accelerators N run_scripts/pretrain_gpt.py', or set "
+            f"{', '.join(LAUNCHER_VARIABLES)} from what mpirun or Slurm provide."
+        )
+
+
+def _num_stages(arguments: Arguments, ds_config: Mapping[str, Any], world_size: int) -> int:
+    if arguments.pipeline_stages is not None:
+        return arguments.pipeline_stages
+    pipeline = ds_config.get("pipeline")
+    stages = pipeline.get("stages", "auto") if isinstance(pipeline, dict) else "auto"
+    if stages == "auto":
+        return world_size
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+        raise ConfigError(f"pipeline.stages: found {stages!r}; allowed: a whole number above 0, or 'auto'.")
+    return stages
+
+
+def _own_problems(arguments: Arguments, num_stages: int) -> Iterator[str]:
+    if arguments.num_layers < num_stages:
+        yield (
+            f"--num-layers: {arguments.num_layers} transformer blocks cannot fill {num_stages} pipeline stages. "
+            f"Use more layers or fewer stages."
+        )

@@ -1,0 +1,141 @@
+"""A GPT written as a list of pipeline layers: pre-norm blocks, learned positions, a head tied to the embedding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of the model; `sequence_length` is also the number of learned positions."""
+
+    vocab_size: int
+    num_layers: int = 8
+    hidden_size: int = 128
+    num_heads: int = 4
+    sequence_length: int = 128
+    dropout: float = 0.0
+
+
+class TokenEmbedding(nn.Module):
+    """Token ids `(batch, sequence)` to vectors `(batch, sequence, hidden)`; its weight is the head's too."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=INIT_STD))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`(batch, sequence, hidden)` to scores over the vocabulary."""
+        return F.linear(hidden, self.weight)
+
+
+class Positions(nn.Module):
+    """Adds a learned vector per position."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.sequence_length, config.hidden_size).normal_(std=INIT_STD))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dropout(hidden + self.weight[: hidden.shape[1]])
+
+
+class Attention(nn.Module):
+    """Causal self-attention through `scaled_dot_product_attention`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.qkv = _linear(config.hidden_size, 3 * config.hidden_size, INIT_STD)
+        self.out = _linear(config.hidden_size, config.hidden_size, _residual_std(config))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, sequence, size = hidden.shape
+        qkv = self.qkv(hidden).view(batch, sequence, 3, self.num_heads, size // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, sequence, head size)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, sequence, size))
+
+
+class TransformerLayer(nn.Module):
+    """One block, attention and MLP, each behind its norm: the unit of partition and of recomputation."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size)
+        self.mlp = nn.Sequential(
+            _linear(config.hidden_size, 4 * config.hidden_size, INIT_STD),
+            nn.GELU(approximate="tanh"),
+            _linear(4 * config.hidden_size, config.hidden_size, _residual_std(config)),
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy in fp32; `logits (batch, sequence, vocabulary)`, `labels (batch, sequence)`."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def layers(config: GPTConfig) -> list[LayerSpec]:
+    """The model from tokens to logits, one entry per transformer block."""
+    embedding = ("embedding", TokenEmbedding, config.vocab_size, config.hidden_size)
+    return [
+        TiedLayerSpec(*embedding),
+        LayerSpec(Positions, config),
+        *(LayerSpec(TransformerLayer, config) for _ in range(config.num_layers)),
+        LayerSpec(nn.LayerNorm, config.hidden_size),
+        TiedLayerSpec(*embedding, forward_fn=TokenEmbedding.logits),
+    ]
+
+
+def build(config: GPTConfig, num_stages: int, seed: int) -> PipelineModule:
+    """This rank's stage of the model. Every rank must call it.
+
+    Each layer draws its weights from a seed of its own, so that every number of stages builds the same model.
+    """
+    return PipelineModule(
+        layers(config),
+        num_stages=num_stages,
+        loss_fn=loss_fn,
+        partition_method="type:TransformerLayer",
+        checkpointable_layers=["TransformerLayer"],
+        seed_layers=True,
+        seed_fn=_seed_layer,
+        base_seed=seed,
+    )
+
+
+def _seed_layer(seed: int) -> None:
+    torch.manual_seed(int(seed))  # partitioning by type hands over NumPy integers
+
+
+def _residual_std(config: GPTConfig) -> float:
+    """Keeps the variance of the residual stream independent of depth (GPT-2, section 2.3)."""
+    return INIT_STD / math.sqrt(2 * config.num_layers)
+
+
+def _linear(inputs: int, outputs: int, std: float) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)
+    return layer
