@@ -36,16 +36,22 @@ class Plan:
 
     Attributes:
         counts: (ranks, kinds) int64, the rows that each rank sends here, per kind.
-        num_sent: rows this rank sends.
+        num_per_kind: their sums over the ranks, on the host.
+        sent: rows that this rank sends, by the first hop's destination.
         num_received: rows this rank receives.
         there, back: the exchange of plain rows, without gradients.
     """
 
     counts: Tensor
-    num_sent: int
+    num_per_kind: list[int]
+    sent: list[int]
     num_received: int
     there: Mover
     back: Mover
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.sent)
 
     def send(self, rows: Tensor) -> Tensor:
         """(num_sent, ...) rows by destination rank -> (num_received, ...) by source rank. Collective."""
@@ -56,6 +62,12 @@ class Plan:
         """The way of `send` in reverse: (num_received, ...) -> (num_sent, ...). Collective."""
         _check_rows(rows, self.num_received)
         return move(rows, self.back, self.there)
+
+    def send_both(self, rows: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        """`send` of two tensors whose gradients come back in this order on every rank. Collective."""
+        _check_rows(rows, self.num_sent)
+        _check_rows(beside, self.num_sent)
+        return _MoveBoth.apply(rows, beside, self.there, self.back)
 
 
 class Exchange(ABC):
@@ -77,6 +89,17 @@ class Exchange(ABC):
     def _even(self, slices: Tensor) -> Tensor: ...
 
 
+class LocalExchange(Exchange):
+    """The exchange of a rank with itself: nothing moves."""
+
+    def plan(self, counts: Tensor) -> Plan:
+        (kinds,) = counts.tolist()
+        return Plan(counts, kinds, [sum(kinds)], sum(kinds), _stay, _stay)
+
+    def _even(self, slices: Tensor) -> Tensor:
+        return slices.contiguous()
+
+
 class LinearExchange(Exchange):
     """One hop: a message to every other rank of ``group``."""
 
@@ -85,9 +108,9 @@ class LinearExchange(Exchange):
 
     def plan(self, counts: Tensor) -> Plan:
         received = _all_to_all(counts, self.group)
-        inputs, outputs = torch.stack([counts.sum(1), received.sum(1)]).tolist()
+        inputs, outputs, kinds = _to_host(counts.sum(1), received.sum(1), received.sum(0))
         hop = _Hop(self.group, inputs, outputs)
-        return Plan(received, sum(inputs), sum(outputs), hop.forward, hop.backward)
+        return Plan(received, kinds, inputs, sum(outputs), hop.forward, hop.backward)
 
     def _even(self, slices: Tensor) -> Tensor:
         return _all_to_all(slices, self.group)
@@ -121,12 +144,9 @@ class TwoLevelExchange(Exchange):
         second = middle.transpose(0, 1)
         final = _all_to_all(second, self._second)
         received = (final if self._node_first else final.transpose(0, 1)).reshape(counts.shape)
-        hops = [part.sum((1, 2)) for part in (first, middle, second, final)]
-        splits = torch.cat(hops).tolist()
-        bounds = [0]
-        for hop in hops:
-            bounds.append(bounds[-1] + len(hop))
-        s1_in, s1_out, s2_in, s2_out = (splits[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
+        s1_in, s1_out, s2_in, s2_out, per_kind = _to_host(
+            *(part.sum((1, 2)) for part in (first, middle, second, final)), received.sum(0)
+        )
         before = segment_transpose(counts.reshape(*by_node.shape[:2], kinds).sum(2), sum(s1_in))
         between = segment_transpose(middle.sum(2), sum(s1_out))
         after = segment_transpose(final.sum(2), sum(s2_out))
@@ -138,7 +158,7 @@ class TwoLevelExchange(Exchange):
             between,
             None if self._node_first else after,
         )
-        return Plan(received, sum(s1_in), sum(s2_out), route.forward, route.backward)
+        return Plan(received, per_kind, s1_in, sum(s2_out), route.forward, route.backward)
 
 
 @dataclass(frozen=True)
@@ -210,6 +230,25 @@ class _Move(torch.autograd.Function):
         return move(grad, ctx.back, ctx.there), None, None
 
 
+class _MoveBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: Tensor, beside: Tensor, there: Mover, back: Mover
+    ) -> tuple[Tensor, Tensor]:
+        ctx.back = back
+        return there(rows), there(beside)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # What needs a gradient is the same on every rank, so every rank makes the same calls.
+        moved = [ctx.back(grad) if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+        return (*moved, None, None)
+
+
+def _stay(rows: Tensor) -> Tensor:
+    return rows.view_as(rows)
+
+
 def _all_to_all(slices: Tensor, group: ProcessGroup) -> Tensor:
     slices = slices.contiguous()
     output = torch.empty_like(slices)
@@ -221,6 +260,12 @@ def _all_to_all_rows(rows: Tensor, group: ProcessGroup, inputs: list[int], outpu
     output = rows.new_empty((sum(outputs), *rows.shape[1:]))
     dist.all_to_all_single(output, rows.contiguous(), outputs, inputs, group=group)
     return output
+
+
+def _to_host(*vectors: Tensor) -> list[list[int]]:
+    """The vectors as lists, by one copy."""
+    numbers = iter(torch.cat(vectors).tolist())
+    return [[next(numbers) for _ in range(len(vector))] for vector in vectors]
 
 
 def _check_rows(rows: Tensor, expected: int) -> None:

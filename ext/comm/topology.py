@@ -57,6 +57,37 @@ class NodeGroups:
     intra_node: ProcessGroup
     inter_node: ProcessGroup
 
+    @property
+    def inside(self) -> RankGroup:
+        """This rank's node as a group of its own."""
+        m = self.topology.ranks_per_node
+        first = self.topology.node_of(self.topology.ranks.index(dist.get_rank())) * m
+        return RankGroup(self.intra_node, topology_of(self.topology.ranks[first : first + m], ["here"] * m))
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group with all that an exchange over it needs to know.
+
+    Attributes:
+        process_group: None where the group is this rank alone.
+        topology: where its ranks live.
+        nodes: its sub-groups; None where the topology is flat.
+    """
+
+    process_group: ProcessGroup | None
+    topology: Topology
+    nodes: NodeGroups | None = None
+
+    @classmethod
+    def alone(cls, rank: int = 0) -> RankGroup:
+        """A group of one rank, which needs no process group."""
+        return cls(None, topology_of([rank], ["here"]))
+
+    @property
+    def size(self) -> int:
+        return len(self.topology.ranks)
+
 
 def topology_of(ranks: Sequence[int], nodes: Sequence[str]) -> Topology:
     """The topology of a group whose ``ranks[i]`` lives on ``nodes[i]``. No communication."""
@@ -136,6 +167,23 @@ def node_groups(topologies: Sequence[Topology]) -> list[NodeGroups | None]:
         intra, inter = _created.groups.get((topology.ranks, topology.ranks_per_node), (None, None))
         found.append(None if intra is None or inter is None else NodeGroups(topology, intra, inter))
     return found
+
+
+def rank_groups(process_groups: Sequence[ProcessGroup | None], ranks_per_node: int | None = None) -> list[RankGroup]:
+    """Topology and node groups of several process groups at once. Collective over the whole world.
+
+    Args:
+        process_groups: groups this process belongs to, perhaps none; None stands for this rank alone.
+        ranks_per_node: see `discover`.
+    """
+    alone = RankGroup.alone(dist.get_rank())
+    found = [None if g is None or dist.get_world_size(g) == 1 else discover(g, ranks_per_node) for g in process_groups]
+    nodes = node_groups([topology for topology in found if topology is not None])
+    sub_groups = iter(nodes)
+    return [
+        alone if topology is None else RankGroup(group, topology, next(sub_groups))
+        for group, topology in zip(process_groups, found, strict=True)
+    ]
 
 
 def _new_groups(members: Sequence[list[int]]) -> ProcessGroup | None:

@@ -30,6 +30,10 @@ class CommunicationError(ExtError, RuntimeError):
     """A rank failed or stopped answering while the others waited for it."""
 
 
+class RoutingError(ExtError, RuntimeError):
+    """A router's logits cannot be used, or the ranks of an expert-parallel group do not agree on a call."""
+
+
 class DataError(ExtError, RuntimeError):
     """The training data cannot be used: unreadable, empty, too short or of the wrong shape."""
 

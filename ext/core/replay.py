@@ -38,7 +38,8 @@ class Memory:
 def remember(decide: Callable[[], T]) -> T:
     """``decide()`` in a first run or outside of recomputation; in a re-run, what the first run decided.
 
-    A layer must call this the same number of times, in the same order, in both runs.
+    A layer must call this the same number of times, in the same order, in both runs. What ``decide`` itself
+    remembers is part of its decision and not kept apart.
     """
     scope = _current.get()
     if scope is None:
@@ -47,7 +48,8 @@ def remember(decide: Callable[[], T]) -> T:
         decision = scope.decisions[scope.position]
         scope.position += 1
         return decision
-    decision = decide()
+    with _scope(None):
+        decision = decide()
     scope.decisions.append(decision)
     return decision
 
@@ -69,7 +71,7 @@ _current: ContextVar[_Scope | None] = ContextVar("ext_replay_scope", default=Non
 
 
 @contextmanager
-def _scope(scope: _Scope) -> Iterator[None]:
+def _scope(scope: _Scope | None) -> Iterator[None]:
     token = _current.set(scope)
     try:
         yield

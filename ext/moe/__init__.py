@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, dispatchers, the measured choice between them, and a slow, obvious reference."""

@@ -1,0 +1,1 @@
+"""The torch part of the dispatchers."""

@@ -1,0 +1,92 @@
+"""The dispatcher that chooses linear or two hops by message size, from a measurement."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ext.comm.agree import extremes
+from ext.comm.topology import RankGroup
+from ext.core.replay import remember
+from ext.moe.dispatchers.base import Dispatcher
+from ext.moe.dispatchers.by_mode import ChosenState
+from ext.moe.probe import Probe, Table, measured
+
+logger = logging.getLogger(__name__)
+
+
+class AutoDispatcher(Dispatcher):
+    """Measures both on its first call (per number of choices and mode), then chooses by size; linear within 2 %."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        num_experts: int,
+        linear: Dispatcher,
+        hierarchical: Dispatcher,
+        probe_seconds: float,
+        probe_file: str | None,
+    ) -> None:
+        super().__init__(group, num_experts)
+        self.linear = linear
+        self.hierarchical = hierarchical
+        self._probe_seconds = probe_seconds
+        self._probe_file = probe_file
+        self._reasons: dict[str, str] = {}
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_probs: Tensor,
+        *,
+        capacity: int | None = None,
+        locations: Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> tuple[Tensor, list[int], ChosenState]:
+        chosen = remember(lambda: self._choose(x, topk_ids.shape[1], capacity, max_tokens))
+        rows, per_expert, state = chosen.dispatch(
+            x, topk_ids, topk_probs, capacity=capacity, locations=locations, max_tokens=max_tokens
+        )
+        return rows, per_expert, ChosenState(chosen, state)
+
+    def combine(self, expert_output: Tensor, state: ChosenState) -> Tensor:
+        return state.dispatcher.combine(expert_output, state.inner)
+
+    def describe(self) -> str:
+        if not self._reasons:
+            return "auto (not measured yet)"
+        return f"auto ({'; '.join(self._reasons.values())})"
+
+    def _choose(self, x: Tensor, k: int, capacity: int | None, max_tokens: int | None) -> Dispatcher:
+        row = x.shape[1] * x.element_size()
+        if capacity is not None:
+            size = self.num_experts * capacity * row
+        else:
+            if max_tokens is None:
+                (max_tokens,), _ = extremes(torch.tensor([x.shape[0]], device=x.device), self.group.process_group)
+            size = max_tokens * k * row
+        table = self._table(x, k, capacity is None)
+        is_two_level = table.prefers_hierarchical(size)
+        self._tell("dropless" if capacity is None else "with a capacity", size, table, is_two_level)
+        return self.hierarchical if is_two_level else self.linear
+
+    def _table(self, x: Tensor, k: int, is_dropless: bool) -> Table:
+        probe = Probe(self.linear, self.hierarchical, x.shape[1], x.dtype, x.device, k if is_dropless else None)
+        return measured(probe, self._probe_seconds, self._probe_file)
+
+    def _tell(self, mode: str, size: int, table: Table, is_two_level: bool) -> None:
+        """One line per mode and winner, from the group's first rank."""
+        winner = "hierarchical" if is_two_level else "linear"
+        key = f"{mode}, {winner}"
+        if key in self._reasons:
+            return
+        one, two = table.times_at(size)
+        self._reasons[key] = (
+            f"{winner} at {size / 1024:.3g} KiB {mode}: linear {one * 1e3:.3g} ms, hierarchical {two * 1e3:.3g} ms"
+        )
+        if self.group.topology.ranks[0] == dist.get_rank():
+            logger.info("MoE dispatch over %s: %s", self.group.topology, self._reasons[key])
