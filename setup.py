@@ -19,6 +19,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8",
+        "hjson",
         "numpy",
         "packaging",
         "pydantic>=2.7",

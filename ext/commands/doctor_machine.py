@@ -124,10 +124,8 @@ def compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
         beside = Path(sys.executable).parent
         if found:
             yield Finding("ok", f"{name} is {found}")
-        elif beside.exists():
-            yield Finding(
-                "warning", f"{name} is not on PATH, but beside this Python", f"export PATH={beside.parent}:$PATH"
-            )
+        elif (beside / name).exists():
+            yield Finding("warning", f"{name} is not on PATH, but beside this Python", f"export PATH={beside}:$PATH")
         else:
             yield Finding("warning", f"{name} is not on PATH: DeepSpeed cannot build its extensions", fix)
 

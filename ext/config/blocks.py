@@ -170,7 +170,7 @@ class TensorParallelBlock(Block):
 
     where = "tensor_parallel."
 
-    sub_pipeline: Literal[1, 2] = key(
+    sub_pipeline: Annotated[int, Field(ge=1, le=2)] = key(
         1, "Parts into which a micro-batch is cut so that one part's all-reduce runs under another's work.", "1 or 2"
     )
 

@@ -132,15 +132,24 @@ def _right_part(block: Any, problems: list[Problem]) -> ExtConfig | None:
     """The block without the keys that have problems, so that the rest is still checked; None without a rest."""
     if not isinstance(block, dict):
         return None
-    block = {key: dict(value) if isinstance(value, dict) else value for key, value in block.items()}
-    for problem in problems:
-        _, *path = problem.key.split(".")
-        inner = block.get(path[0]) if path else None
-        if len(path) > 1 and isinstance(inner, dict) and path[1] in inner:
-            del inner[path[1]]
-        elif path:
-            block.pop(path[0], None)
-    return read_block(block)[0]
+    rest = {key: dict(value) if isinstance(value, dict) else value for key, value in block.items()}
+    config = None
+    while problems:
+        removed = [_remove(rest, problem.key) for problem in problems]
+        if not any(removed):
+            return None
+        config, problems = read_block(rest)
+    return config
+
+
+def _remove(block: dict[Any, Any], dotted: str) -> bool:
+    """Take a key out of the block, or the part it should be in; whether there was anything to take."""
+    _, key, *inner = dotted.split(".")
+    within = block.get(key)
+    if inner and isinstance(within, dict) and inner[0] in within:
+        del within[inner[0]]
+        return True
+    return block.pop(key, None) is not None
 
 
 def _asks_for_pipeline(block: Any) -> bool:

@@ -75,9 +75,10 @@ def read_block(block: Any, prefix: str = "ext") -> tuple[ExtConfig | None, list[
     if block is None or (isinstance(block, dict) and block.get("enabled") is False):
         return None, []
     try:
-        return validate(ExtConfig, block, elsewhere=release.BUILT), []
+        config = validate(ExtConfig, block, elsewhere=release.BUILT)
     except Violations as error:
         return None, error.under(prefix)
+    return (config if config.enabled else None), []
 
 
 def stray_keys(ds_config: dict[str, Any]) -> list[Problem]:
