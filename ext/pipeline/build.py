@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ext.core.errors import ConfigError
+from ext.core.errors import ConfigError, ScheduleError
 from ext.pipeline.passes import DEFAULT_LOOKAHEAD, add_communication, place_recomputes
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
@@ -32,10 +32,17 @@ def build_plan(
     """
     rank_of, num_ranks = schedule.rank_of, schedule.shape.num_ranks
     _check_layers(schedule, layers_per_stage, recomputed_layers)
+    given = [schedule.order(rank) for rank in range(num_ranks)]
+    for rank, order in enumerate(given):
+        extra = [str(action) for action in order if not action.kind.is_compute]
+        if extra:
+            name = schedule.config.type
+            raise ScheduleError(
+                f"schedule '{name}' communicates on rank {rank}: {' '.join(extra)}. Leave that to the passes."
+            )
     recomputing = frozenset(stage for stage, count in enumerate(recomputed_layers) if count)
     orders = tuple(
-        tuple(place_recomputes(schedule.order(rank), schedule.early_recomputes(rank), recomputing))
-        for rank in range(num_ranks)
+        tuple(place_recomputes(order, schedule.early_recomputes(rank), recomputing)) for rank, order in enumerate(given)
     )
 
     def plan_of(orders: tuple) -> Plan:

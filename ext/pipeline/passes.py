@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 
 from ext.pipeline.actions import Action, B, F, I, Kind, R
+from ext.pipeline.replay import Replay
 
 DEFAULT_LOOKAHEAD = 2
 
@@ -39,7 +40,8 @@ def add_communication(
     the one that needs it: F, or the early R, else B or I; a gradient's not before the F whose outputs give
     its shape. All messages from one rank to another form a channel, and both ends keep the same order in it.
     Between two compute actions receives come first, so that no send waits for a receive that stands behind
-    another send.
+    another send. A receive is posted earlier still where ranks would otherwise wait for ever in sends that
+    block until their receive is posted.
 
     Args:
         orders: compute actions of every rank, by rank.
@@ -56,7 +58,9 @@ def add_communication(
             receive = _receive_of(send)
             channels[rank, rank_of[receive.stage]].append(receive)
     receives = [_receives(order, rank, channels, lookahead) for rank, order in enumerate(orders)]
-    return tuple(tuple(_merge(order, receives[rank], sends[rank])) for rank, order in enumerate(orders))
+    merged = [list(_merge(order, receives[rank], sends[rank])) for rank, order in enumerate(orders)]
+    _untie(merged, rank_of)
+    return tuple(map(tuple, merged))
 
 
 def _sends(order: Sequence[Action], rank_of: Sequence[int]) -> list[list[Action]]:
@@ -119,3 +123,23 @@ def _merge(
         yield action
         pending = sent
     yield from pending
+
+
+def _untie(orders: list[list[Action]], rank_of: Sequence[int]) -> None:
+    """Post receives earlier where blocking sends would wait for ever, in place.
+
+    Where all ranks wait, the receive that the first of the waiting sends needs moves to where its rank is. It is
+    the next one of its channel, as the sends before it went through, so both ends keep one order.
+    """
+    replay = Replay(orders, rank_of)
+    while stuck := replay.run():
+        for rank in stuck:
+            action = orders[rank][replay.position[rank]]
+            if action.kind in (Kind.SEND_F, Kind.SEND_B):
+                receive = _receive_of(action)
+                receiver = rank_of[receive.stage]
+                orders[receiver].remove(receive)
+                orders[receiver].insert(replay.position[receiver], receive)
+                break
+        else:
+            return  # The orders themselves wait for each other; the validator shows where.

@@ -11,12 +11,25 @@ from collections.abc import Iterator, Sequence
 from ext.core.errors import ScheduleError
 from ext.pipeline.actions import Action, B, F, I, Kind, R, W
 from ext.pipeline.plan import Plan
+from ext.pipeline.replay import Replay, needed_by
 
 MAX_SHOWN = 5
 """Problems listed in one error; the rest are counted."""
 
 _BEFORE, _AFTER = 8, 4
 """Cells shown around the bad one."""
+
+_REQUIRED = {B: F, I: F, R: F, W: I}
+"""What must stand before a compute action on its rank."""
+
+_IN_FLIGHT = {F: 1, B: -1, W: -1}
+"""What an action adds to the micro-batches in flight."""
+
+_MADE_BY = {Kind.SEND_F: F, Kind.SEND_B: B, Kind.RECV_B: F}
+"""What must stand before a communication."""
+
+_RECEIVED_BY = {F: Kind.RECV_F, B: Kind.RECV_B, I: Kind.RECV_B}
+"""The receive that must stand before a compute action."""
 
 
 def validate(plan: Plan, max_in_flight: Sequence[int] | None = None) -> None:
@@ -64,58 +77,19 @@ def check_communication(plan: Plan) -> None:
 
 
 def check_progress(plan: Plan) -> None:
-    """Replay the plan with sends that block until their receive is posted.
-
-    Receives do not block; an action that needs a message blocks until it was sent.
+    """The plan ends even where every send blocks until its receive is posted (see `ext.pipeline.replay`).
 
     Raises:
         ScheduleError: some ranks wait for each other for ever; each of them is shown.
     """
-    done: set[Action] = set()
-    waiting: dict[Action, int] = {}
-    position = [0] * plan.num_ranks
-    runnable = list(range(plan.num_ranks))
-    needs = [[_need_of(plan, action) for action in order] for order in plan.orders]
-    while runnable:
-        rank = runnable.pop()
-        order, needed = plan.orders[rank], needs[rank]
-        for step in range(position[rank], len(order)):
-            need = needed[step]
-            if need is not None and need not in done:
-                waiting[need] = rank
-                position[rank] = step
-                break
-            action = order[step]
-            if action.kind is I:
-                action = Action(action.stage, B, action.microbatch)
-            done.add(action)
-            if action in waiting:
-                runnable.append(waiting.pop(action))
-        else:
-            position[rank] = len(order)
-    stuck = [rank for rank, order in enumerate(plan.orders) if position[rank] < len(order)]
-    if stuck:
-        problems = []
-        for rank in stuck:
-            need, step = needs[rank][position[rank]], position[rank]
-            problems.append(_problem(plan, rank, step, f"{plan.orders[rank][step]} waits for {need} for ever"))
-        _raise_if_any(problems)
-
-
-def _need_of(plan: Plan, action: Action) -> Action | None:
-    """What an action waits for in the replay; a gradient counts as made by B, also where I makes it."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.SEND_F:
-        return Action(stage + 1, Kind.RECV_F, microbatch)
-    if kind is Kind.SEND_B:
-        return Action(stage - 1, Kind.RECV_B, microbatch)
-    if kind is F and stage > 0:
-        crosses = plan.rank_of[stage - 1] != plan.rank_of[stage]
-        return Action(stage - 1, Kind.SEND_F if crosses else F, microbatch)
-    if kind in (B, I) and stage + 1 < plan.num_stages:
-        crosses = plan.rank_of[stage + 1] != plan.rank_of[stage]
-        return Action(stage + 1, Kind.SEND_B if crosses else B, microbatch)
-    return None
+    replay = Replay(plan.orders, plan.rank_of)
+    problems = []
+    for rank in replay.run():
+        step = replay.position[rank]
+        action = plan.orders[rank][step]
+        reason = f"{action} waits for {needed_by(action, plan.rank_of)} for ever"
+        problems.append(_problem(plan, rank, step, reason))
+    _raise_if_any(problems)
 
 
 def _compute_problems(plan: Plan, rank: int, bound: int | None) -> Iterator[str]:
@@ -132,28 +106,27 @@ def _compute_problems(plan: Plan, rank: int, bound: int | None) -> Iterator[str]
         if reason is not None:
             yield _problem(plan, rank, step, reason)
             continue
-        forward, backward, input_grad, weight_grad, recompute = (
-            Action(action.stage, kind, action.microbatch) for kind in (F, B, I, W, R)
-        )
         done.add(action)
-        requires = {B: forward, I: forward, R: forward, W: input_grad}.get(action.kind)
-        if requires is not None and requires not in done:
-            how = "comes before" if requires in present else "comes without"
-            yield _problem(plan, rank, step, f"{action} {how} {requires}")
-        elif action.kind is R and (backward in done or input_grad in done):
+        stage, kind, microbatch = action
+        required = _REQUIRED.get(kind)
+        if required is not None and (stage, required, microbatch) not in done:
+            missing = Action(stage, required, microbatch)
+            how = "comes before" if missing in present else "comes without"
+            yield _problem(plan, rank, step, f"{action} {how} {missing}")
+        elif kind is R and not done.isdisjoint(((stage, B, microbatch), (stage, I, microbatch))):
             yield _problem(plan, rank, step, f"{action} comes after the backward it is for")
-        elif action.kind is R and plan.recomputed_layers[action.stage] == 0:
-            yield _problem(plan, rank, step, f"{action} has nothing to recompute, stage {action.stage} keeps all")
-        elif action.kind in (I, W) and backward in present:
-            yield _problem(plan, rank, step, f"{action} repeats a part of {backward}")
-        in_flight += {F: 1, B: -1, W: -1}.get(action.kind, 0)
-        if action.kind is F and bound is not None and in_flight > bound:
+        elif kind is R and plan.recomputed_layers[stage] == 0:
+            yield _problem(plan, rank, step, f"{action} has nothing to recompute, stage {stage} keeps all")
+        elif kind in (I, W) and (stage, B, microbatch) in present:
+            yield _problem(plan, rank, step, f"{action} repeats a part of {Action(stage, B, microbatch)}")
+        in_flight += _IN_FLIGHT.get(kind, 0)
+        if kind is F and bound is not None and in_flight > bound:
             yield _problem(plan, rank, step, f"{action} makes {in_flight} micro-batches in flight, at most {bound}")
     for stage in plan.stages_of(rank):
         for microbatch in range(plan.num_microbatches):
-            kinds = (F, I, W) if Action(stage, I, microbatch) in present else (F, B)
+            kinds = (F, I, W) if (stage, I, microbatch) in present else (F, B)
             for kind in kinds:
-                if Action(stage, kind, microbatch) not in present:
+                if (stage, kind, microbatch) not in present:
                     yield _missing(plan, rank, Action(stage, kind, microbatch))
 
 
@@ -172,22 +145,18 @@ def _message_problems(plan: Plan, rank: int) -> Iterator[str]:
     expected = set(_messages(plan, rank))
     done: set[Action] = set()
     for step, action in enumerate(order):
-        stage, kind, microbatch = action.stage, action.kind, action.microbatch
-        if kind is I:
-            action = Action(stage, B, microbatch)
-        elif not kind.is_compute and action not in expected:
+        stage, kind, microbatch = action
+        if not kind.is_compute and action not in expected:
             yield _problem(plan, rank, step, f"{action} carries no message between ranks")
         elif not kind.is_compute and action in done:
             yield _problem(plan, rank, step, f"{action} comes twice")
-        made_by = {Kind.SEND_F: F, Kind.SEND_B: B, Kind.RECV_B: F}.get(kind)
-        if made_by is not None and Action(stage, made_by, microbatch) not in done:
+        made_by, receive = _MADE_BY.get(kind), _RECEIVED_BY.get(kind)
+        if made_by is not None and (stage, made_by, microbatch) not in done:
             yield _problem(plan, rank, step, f"{action} comes before {Action(stage, made_by, microbatch)}")
-        needed = {F: Kind.RECV_F, B: Kind.RECV_B, I: Kind.RECV_B}.get(kind)
-        if needed is not None:
-            receive = Action(stage, needed, microbatch)
-            if receive in expected and receive not in done:
-                yield _problem(plan, rank, step, f"{order[step]} comes before its receive {receive}")
-        done.add(action)
+        needed = (stage, receive, microbatch)
+        if needed in expected and needed not in done:
+            yield _problem(plan, rank, step, f"{action} comes before its receive {stage}{receive}{microbatch}")
+        done.add(Action(stage, B, microbatch) if kind is I else action)
     for message in sorted(expected - done):
         yield _missing(plan, rank, message)
 
@@ -210,7 +179,7 @@ def _channel_problems(plan: Plan) -> Iterator[str]:
     for rank, order in enumerate(plan.orders):
         for step, action in enumerate(order):
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                receive = _need_of(plan, action)
+                receive = needed_by(action, plan.rank_of)
                 assert receive is not None
                 sent[rank, plan.rank_of[receive.stage]].append(receive)
             elif action.kind in (Kind.RECV_F, Kind.RECV_B):

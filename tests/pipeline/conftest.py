@@ -1,6 +1,6 @@
-"""No deadline for single examples: the machine that runs the tests may be busy."""
+"""Hypothesis for plans: no deadline for single examples, as the machine may be busy, and few of them."""
 
 from hypothesis import settings
 
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
+settings.register_profile("plans", deadline=None, max_examples=40)
+settings.load_profile("plans")

@@ -116,7 +116,7 @@ class Broken(Schedule):
     [
         ("drops", "rank 1: 1F3 is missing"),
         ("bound", "rank 0, step 1: 0F0 makes 1 micro-batches in flight, at most 0"),
-        ("communicates", "rank 0, step 17: 0SEND_F0 comes twice"),
+        ("communicates", "schedule 'broken' communicates on rank 0: 0SEND_F0. Leave that to the passes."),
     ],
 )
 def test_a_wrong_schedule_of_a_users_own_is_refused(fault, reason):
