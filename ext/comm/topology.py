@@ -109,81 +109,70 @@ def topology_of(ranks: Sequence[int], nodes: Sequence[str]) -> Topology:
     return Topology(ranks, 1, reason, is_irregular=True)
 
 
-def discover(group: ProcessGroup | None = None, ranks_per_node: int | None = None) -> Topology:
-    """The topology of ``group`` from its ranks' hosts. Collective over ``group``; every rank must call.
+def rank_groups(process_groups: Sequence[ProcessGroup | None], ranks_per_node: int | None = None) -> list[RankGroup]:
+    """Topology and node groups of the process groups that this process belongs to, in the same order.
+
+    Collective over the whole world, since torch names a group by the number of groups created before it: every
+    process must call, those in no group with an empty list. Groups by node are created once and kept.
 
     Args:
-        group: any process group; the default one where absent.
+        process_groups: any process groups; None stands for this rank alone.
         ranks_per_node: global ranks ``n * ranks_per_node`` onwards form node n, whatever the hosts say: for
             emulated nodes, or where a host holds several islands of fast links.
 
     Raises:
         ConfigError: on all ranks, where ``ranks_per_node`` does not divide the world or joins hosts.
     """
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    hosts: list[str] = [""] * len(ranks)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    alone = RankGroup.alone(dist.get_rank())
+    mine = [() if g is None else tuple(dist.get_process_group_ranks(g)) for g in process_groups]
+    everyone: list[tuple[str, list[tuple[int, ...]]]] = [("", [])] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), mine))
+    nodes = _nodes([host for host, _ in everyone], ranks_per_node)
+    members = sorted({ranks for _, groups in everyone for ranks in groups if len(ranks) > 1})
+    topologies = {ranks: topology_of(ranks, [nodes[rank] for rank in ranks]) for ranks in members}
+    _create([topologies[ranks] for ranks in members if topologies[ranks].is_two_level])
+    return [
+        alone if len(ranks) < 2 else RankGroup(group, topologies[ranks], _node_groups(topologies[ranks]))
+        for group, ranks in zip(process_groups, mine, strict=True)
+    ]
+
+
+def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[str]:
+    """The node of every global rank."""
     if ranks_per_node is None:
-        return topology_of(ranks, hosts)
-    world_size = dist.get_world_size()
-    if ranks_per_node < 1 or world_size % ranks_per_node:
+        return hosts
+    key = "ext.moe.topology.ranks_per_node"
+    if ranks_per_node < 1 or len(hosts) % ranks_per_node:
         raise ConfigError(
-            f"ext.moe.topology.ranks_per_node: {ranks_per_node} does not divide the world size {world_size}. "
-            "Give the number of ranks on each node, or leave the key out to use the ranks' hosts."
+            f"{key}: {ranks_per_node} does not divide the world size {len(hosts)}. Give the number of ranks on "
+            "each node, or leave the key out to use the ranks' hosts."
         )
-    nodes = [str(rank // ranks_per_node) for rank in ranks]
-    for node in dict.fromkeys(nodes):
-        members = [i for i, name in enumerate(nodes) if name == node]
-        names = sorted({hosts[i] for i in members})
+    for first in range(0, len(hosts), ranks_per_node):
+        names = sorted(set(hosts[first : first + ranks_per_node]))
         if len(names) > 1:
             raise ConfigError(
-                f"ext.moe.topology.ranks_per_node: {ranks_per_node} puts ranks "
-                f"{', '.join(str(ranks[i]) for i in members)} on one node, but they run on the hosts "
-                f"{', '.join(names)}. Give the number of ranks on each host, or leave the key out."
+                f"{key}: {ranks_per_node} puts ranks {first} to {first + ranks_per_node - 1} on one node, but they "
+                f"run on the hosts {', '.join(names)}. Give the number of ranks on each host, or leave the key out."
             )
-    return topology_of(ranks, nodes)
+    return [str(rank // ranks_per_node) for rank in range(len(hosts))]
 
 
-def node_groups(topologies: Sequence[Topology]) -> list[NodeGroups | None]:
-    """The two process groups of this rank for each topology, None for a flat one; created once and kept.
-
-    Collective over the whole world, since torch names a group by the number of groups created before it:
-    every process must call, with the topologies of the groups it belongs to, if any.
-    """
-    keys = [(t.ranks, t.ranks_per_node) for t in topologies if t.is_two_level]
-    everyone: list[list[Key]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, keys)
-    world = dist.group.WORLD
-    if _created.world is not world:  # an earlier world was destroyed, and its groups with it
-        _created.world = world
+def _create(topologies: Sequence[Topology]) -> None:
+    """Create the groups inside nodes, then those between nodes, on every process in the same order."""
+    if _created.world is not dist.group.WORLD:  # an earlier world was destroyed, and its groups with it
+        _created.world = dist.group.WORLD
         _created.groups.clear()
-    for key in sorted({key for keys in everyone for key in keys} - _created.groups.keys()):
-        ranks, m = key
-        nodes = [list(ranks[first : first + m]) for first in range(0, len(ranks), m)]
-        rails = [list(ranks[local::m]) for local in range(m)]
-        _created.groups[key] = (_new_groups(nodes), _new_groups(rails))
-    found: list[NodeGroups | None] = []
     for topology in topologies:
-        intra, inter = _created.groups.get((topology.ranks, topology.ranks_per_node), (None, None))
-        found.append(None if intra is None or inter is None else NodeGroups(topology, intra, inter))
-    return found
+        ranks, m = key = (topology.ranks, topology.ranks_per_node)
+        if key not in _created.groups:
+            nodes = [list(ranks[first : first + m]) for first in range(0, len(ranks), m)]
+            rails = [list(ranks[local::m]) for local in range(m)]
+            _created.groups[key] = (_new_groups(nodes), _new_groups(rails))
 
 
-def rank_groups(process_groups: Sequence[ProcessGroup | None], ranks_per_node: int | None = None) -> list[RankGroup]:
-    """Topology and node groups of several process groups at once. Collective over the whole world.
-
-    Args:
-        process_groups: groups this process belongs to, perhaps none; None stands for this rank alone.
-        ranks_per_node: see `discover`.
-    """
-    alone = RankGroup.alone(dist.get_rank())
-    found = [None if g is None or dist.get_world_size(g) == 1 else discover(g, ranks_per_node) for g in process_groups]
-    nodes = node_groups([topology for topology in found if topology is not None])
-    sub_groups = iter(nodes)
-    return [
-        alone if topology is None else RankGroup(group, topology, next(sub_groups))
-        for group, topology in zip(process_groups, found, strict=True)
-    ]
+def _node_groups(topology: Topology) -> NodeGroups | None:
+    intra, inter = _created.groups.get((topology.ranks, topology.ranks_per_node), (None, None))
+    return None if intra is None or inter is None else NodeGroups(topology, intra, inter)
 
 
 def _new_groups(members: Sequence[list[int]]) -> ProcessGroup | None:

@@ -5,15 +5,16 @@ import torch
 import torch.distributed as dist
 
 from ext.comm.all_to_all import Exchange, HopOrder, LinearExchange, TwoLevelExchange, segment_transpose
-from ext.comm.topology import node_groups, topology_of
+from ext.comm.topology import rank_groups
 from ext.testing.ranks import run_ranks
 
-# Global ranks and their node, by (nodes, ranks per node); 2x2 on every second rank, 2x3 around a hole.
+# A group's global ranks and the world's ranks per node, by (nodes, ranks per node) of the group: 2x2 on every
+# second rank, 2x3 around holes.
 SHAPES = {
-    (2, 4): (range(8), "aaaabbbb"),
-    (4, 2): (range(8), "aabbccdd"),
-    (2, 2): ([1, 3, 5, 7], "aabb"),
-    (2, 3): ([0, 1, 2, 4, 5, 6], "aaabbb"),
+    (2, 4): (range(8), 4),
+    (4, 2): (range(8), 2),
+    (2, 2): ([1, 3, 5, 7], 4),
+    (2, 3): ([0, 1, 2, 4, 5, 6], 4),
 }
 CASES = ["random", "some ranks send nothing", "all to one rank", "nothing"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
@@ -74,14 +75,15 @@ def _even(exchange: Exchange, size: int, dtype: torch.dtype, seed: int) -> list[
 
 def _compare(rank: int, world_size: int) -> int:
     compared = 0
-    for (nodes, local), (ranks, hosts) in SHAPES.items():
-        group = dist.new_group(list(ranks))
-        (groups,) = node_groups([topology_of(ranks, list(hosts))] if rank in ranks else []) or [None]
-        if groups is None:
+    for (nodes, local), (ranks, ranks_per_node) in SHAPES.items():
+        process_group = dist.new_group(list(ranks))
+        (group,) = rank_groups([process_group] if rank in ranks else [], ranks_per_node) or [None]
+        if group is None:
             continue
+        assert group.topology.num_nodes == nodes
         size, index = nodes * local, list(ranks).index(rank)
-        linear = LinearExchange(group)
-        two_hops = [TwoLevelExchange(groups, order) for order in HopOrder]
+        linear = LinearExchange(group.process_group)
+        two_hops = [TwoLevelExchange(group.nodes, order) for order in HopOrder]
         for dtype in DTYPES:
             for case in CASES if dtype == torch.float32 else CASES[1:2]:
                 counts = _counts(case, index, size, torch.Generator().manual_seed(rank))

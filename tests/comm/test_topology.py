@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from ext.comm import topology
-from ext.comm.topology import Topology, discover, node_groups, topology_of
+from ext.comm.topology import Topology, rank_groups, topology_of
 from ext.core.errors import ConfigError
 from ext.testing.ranks import run_ranks
 
@@ -31,38 +31,36 @@ def test_topology_of_placements(ranks, nodes, per_node, reason, is_irregular):
 
 
 def _discover(rank: int, world_size: int) -> dict:
-    hosts = {}
-    odd = dist.new_group([1, 3])
-    hosts["default"] = discover()
-    hosts["config"] = discover(ranks_per_node=2)
-    if rank in (1, 3):
-        hosts["odd"] = discover(odd, ranks_per_node=2)
-    with pytest.raises(ConfigError, match="ranks_per_node: 3 does not divide the world size 4"):
-        discover(ranks_per_node=3)
-    # The last rank says it runs elsewhere: two per node are then on two hosts.
-    topology.socket.gethostname = lambda: "far" if rank == 3 else "near"
-    with pytest.raises(ConfigError, match=r"puts ranks 2, 3 on one node, but they run on the hosts far, near"):
-        discover(ranks_per_node=2)
-    hosts["uneven"] = discover()
+    world, odd = dist.group.WORLD, dist.new_group([1, 3])
+    mine = [world, odd, None] if rank % 2 else [world]
+    found = {"hosts": rank_groups(mine), "config": rank_groups(mine, ranks_per_node=2)}
     if rank == 1:  # a group of its own: torch's count of groups then differs between the ranks
         dist.new_group([1], use_local_synchronization=True)
-    flat, first = node_groups([hosts["uneven"], hosts["config"]] if rank else [hosts["config"], hosts["config"]])
-    (again,) = node_groups([topology_of(range(4), list("aabb"))])
-    assert first == again
-    assert (flat is None) == (rank > 0)
-    hosts["groups"] = (
-        dist.get_process_group_ranks(first.intra_node),
-        dist.get_process_group_ranks(first.inter_node),
-    )
-    return hosts
+    with pytest.raises(ConfigError, match="ranks_per_node: 3 does not divide the world size 4"):
+        rank_groups([world], ranks_per_node=3)
+    # The last rank says it runs elsewhere: two per node are then on two hosts.
+    topology.socket.gethostname = lambda: "far" if rank == 3 else "near"
+    with pytest.raises(ConfigError, match=r"puts ranks 2 to 3 on one node, but they run on the hosts far, near"):
+        rank_groups([], ranks_per_node=2)
+    found["uneven"] = rank_groups([world])
+    topology.socket.gethostname = lambda: "abab"[rank]
+    found["odd"] = rank_groups([odd] if rank % 2 else [])
+    topology.socket.gethostname = lambda: "near"
+    (again,) = rank_groups([world], ranks_per_node=2)
+    nodes = found["config"][0].nodes
+    assert nodes == again.nodes
+    assert dist.get_process_group_ranks(nodes.intra_node) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(nodes.inter_node) == [rank % 2, rank % 2 + 2]
+    assert nodes.inside.topology.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+    return {case: [str(group.topology) for group in groups] for case, groups in found.items()}
 
 
 @pytest.mark.dist
-def test_discover_on_real_ranks():
-    results = run_ranks(_discover, 4)
-    for rank, found in enumerate(results):
-        assert found["default"].flat_reason == "all on one node"
-        assert str(found["config"]) == "2 nodes of 2 ranks"
-        assert found["uneven"].flat_reason == "unevenly placed: 3, 1 per node"
-        assert found["groups"] == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
-    assert results[1]["odd"].flat_reason == "one rank per node"
+def test_groups_of_real_ranks():
+    for rank, found in enumerate(run_ranks(_discover, 4)):
+        is_odd = rank % 2 == 1
+        flat, alone = "2 ranks, all on one node", "1 ranks, all on one node"
+        assert found["hosts"] == ["4 ranks, all on one node", *([flat, alone] if is_odd else [])]
+        assert found["config"] == ["2 nodes of 2 ranks", *(["2 ranks, one rank per node", alone] if is_odd else [])]
+        assert found["uneven"] == ["4 ranks, unevenly placed: 3, 1 per node"]
+        assert found["odd"] == ([flat] if is_odd else [])

@@ -6,29 +6,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ext.comm.topology import RankGroup, node_groups, topology_of
+from ext.comm.topology import RankGroup, rank_groups, topology_of
 from ext.core.errors import ConfigError
 from ext.moe.dispatcher import DISPATCHERS, Hierarchical
 from ext.moe.dispatchers.base import Dispatcher, count_locations
 from ext.moe.reference import moe_reference
 from ext.testing.ranks import run_ranks
 
-# Global ranks and their node, by (nodes, ranks per node); 2x2 on every second rank, 2x3 around a hole.
+# A group's global ranks and the world's ranks per node, by (nodes, ranks per node) of the group: 2x2 on every
+# second rank, 2x3 around holes.
 SHAPES = {
-    (2, 4): (range(8), "aaaabbbb"),
-    (4, 2): (range(8), "aabbccdd"),
-    (2, 2): ([1, 3, 5, 7], "aabb"),
-    (2, 3): ([0, 1, 2, 4, 5, 6], "aaabbb"),
+    (2, 4): (range(8), 4),
+    (4, 2): (range(8), 2),
+    (2, 2): ([1, 3, 5, 7], 4),
+    (2, 3): ([0, 1, 2, 4, 5, 6], 4),
 }
 HIDDEN = 6
 LOCAL_EXPERTS = 2
 
 
-def _group(ranks, hosts: str, rank: int) -> RankGroup | None:
+def _group(ranks, ranks_per_node: int, rank: int) -> RankGroup | None:
     process_group = dist.new_group(list(ranks))
-    topology = topology_of(ranks, list(hosts))
-    (nodes,) = node_groups([topology] if rank in ranks else []) or [None]
-    return None if nodes is None else RankGroup(process_group, topology, nodes)
+    (group,) = rank_groups([process_group] if rank in ranks else [], ranks_per_node) or [None]
+    return group
 
 
 def _batch(case: str, k: int, num_experts: int, dtype: torch.dtype, seed: int):
@@ -88,8 +88,8 @@ def _drop(ids: torch.Tensor, num_experts: int, capacity: int) -> torch.Tensor:
 
 def _compare(rank: int, world_size: int) -> int:
     compared = 0
-    for ranks, hosts in SHAPES.values():
-        group = _group(ranks, hosts, rank)
+    for ranks, ranks_per_node in SHAPES.values():
+        group = _group(ranks, ranks_per_node, rank)
         if group is None:
             continue
         index, num_experts = list(ranks).index(rank), group.size * LOCAL_EXPERTS
@@ -133,7 +133,7 @@ def test_hierarchical_equals_linear_and_both_equal_the_reference():
 
 
 def _deduplicated_rows(rank: int, world_size: int) -> tuple[int, int]:
-    group = _group(range(4), "aabb", rank)
+    group = _group(range(4), 2, rank)
     dispatcher = Hierarchical().build(group, 8)
     x, ids, probs = _batch("random", 4, 8, torch.float32, rank)
     x, ids, probs = (t.repeat(50, 1) for t in (x.detach(), ids, probs.detach()))
