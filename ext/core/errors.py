@@ -18,6 +18,10 @@ class ConfigError(ExtError, ValueError):
         super().__init__("\n".join(problems))
 
 
+class InfeasibleError(ExtError, RuntimeError):
+    """What is asked is well-formed, but nothing fits it; says what would."""
+
+
 class ScheduleError(ExtError, ValueError):
     """A plan is incomplete, out of order, over its in-flight bound, or would deadlock."""
 

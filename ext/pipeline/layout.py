@@ -53,29 +53,50 @@ def stage_costs(
             f"recomputed_layers lists {len(recomputed_layers)} stages, layers_per_stage {len(layers_per_stage)}; "
             f"give one number per stage in both."
         )
-    total = sum(layers_per_stage)
-    every = [layers] * total if isinstance(layers, LayerCosts) else list(layers)
-    if len(every) != total:
-        raise ConfigError(f"costs are given for {len(every)} layers, the stages hold {total}; give one per layer.")
+    if isinstance(layers, LayerCosts):
+        return tuple(
+            _equal_layers(layers, count, again, message)
+            for count, again in zip(layers_per_stage, recomputed_layers, strict=True)
+        )
+    if len(layers) != sum(layers_per_stage):
+        raise ConfigError(
+            f"costs are given for {len(layers)} layers, the stages hold {sum(layers_per_stage)}; give one per layer."
+        )
     stages = []
     first = 0
     for count, again in zip(layers_per_stage, recomputed_layers, strict=True):
-        held, dropped = every[first : first + count], every[first : first + again]
+        stages.append(_listed_layers(layers[first : first + count], again, message))
         first += count
-        stages.append(
-            StageCosts(
-                forward=sum(layer.forward for layer in held),
-                input_grad=sum(layer.input_grad for layer in held),
-                weight_grad=sum(layer.weight_grad for layer in held),
-                recompute=sum(layer.recompute for layer in dropped),
-                activations=sum(layer.activations for layer in held),
-                dropped=sum(layer.activations for layer in dropped),
-                stash=sum(layer.stash for layer in dropped),
-                working_set=max((layer.activations for layer in dropped), default=0.0),
-                message=message,
-            )
-        )
     return tuple(stages)
+
+
+def _equal_layers(layer: LayerCosts, count: int, again: int, message: float) -> StageCosts:
+    return StageCosts(
+        forward=count * layer.forward,
+        input_grad=count * layer.input_grad,
+        weight_grad=count * layer.weight_grad,
+        recompute=again * layer.recompute,
+        activations=count * layer.activations,
+        dropped=again * layer.activations,
+        stash=again * layer.stash,
+        working_set=layer.activations if again else 0.0,
+        message=message,
+    )
+
+
+def _listed_layers(held: Sequence[LayerCosts], again: int, message: float) -> StageCosts:
+    dropped = held[:again]
+    return StageCosts(
+        forward=sum(layer.forward for layer in held),
+        input_grad=sum(layer.input_grad for layer in held),
+        weight_grad=sum(layer.weight_grad for layer in held),
+        recompute=sum(layer.recompute for layer in dropped),
+        activations=sum(layer.activations for layer in held),
+        dropped=sum(layer.activations for layer in dropped),
+        stash=sum(layer.stash for layer in dropped),
+        working_set=max((layer.activations for layer in dropped), default=0.0),
+        message=message,
+    )
 
 
 def uniform_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
