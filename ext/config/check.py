@@ -144,9 +144,9 @@ def _right_part(block: Any, problems: list[Problem]) -> ExtConfig | None:
 
 def _remove(block: dict[Any, Any], dotted: str) -> bool:
     """Take a key out of the block, or the part it should be in; whether there was anything to take."""
-    _, key, *inner = dotted.split(".")
+    _, key, *inner = [*dotted.split("."), ""]
     within = block.get(key)
-    if inner and isinstance(within, dict) and inner[0] in within:
+    if isinstance(within, dict) and inner[0] in within:
         del within[inner[0]]
         return True
     return block.pop(key, None) is not None

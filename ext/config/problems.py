@@ -111,7 +111,7 @@ def _typed_path(data: Any, loc: tuple[int | str, ...]) -> tuple[list[str], Any]:
     for part in loc:
         if not isinstance(data, dict):
             break
-        path.append(str(part))
+        path.append(str(part) or '""')
         if part not in data:
             break
         data = data[part]

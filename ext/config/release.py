@@ -26,7 +26,7 @@ BUILT: dict[str, bool | dict[str, bool]] = {
         "early_recompute": True,
         "last_no_recompute": True,
         "shifted_critical_path": True,
-        "zb_h1": False,
+        "zb_h1": True,
         "auto": False,
         "plan_file": False,
         OWN: True,

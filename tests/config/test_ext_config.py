@@ -186,6 +186,10 @@ class TestUnknownKeys:
         (text,) = problems({"zzzz": 1})
         assert text.startswith("ext.zzzz: unknown key. Allowed: enabled, ")
 
+    def test_a_key_without_a_character(self):
+        (text,) = problems({"": 1})
+        assert text.startswith('ext."": unknown key. Allowed: ')
+
     def test_keys_that_are_no_text(self):
         (text,) = problems({1: 2})
         assert text.startswith("ext.1: unknown key.")
