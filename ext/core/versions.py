@@ -29,9 +29,9 @@ def deepspeed_refusal(version: str) -> str | None:
 
 
 def is_older(version: str, than: str) -> bool:
-    """Whether ``version`` comes before ``than``; False for text that is no version. Local parts do not count."""
+    """Whether ``version`` comes before ``than``; False for text that is no version."""
     try:
-        return Version(version.partition("+")[0]) < Version(than)
+        return Version(version) < Version(than)
     except InvalidVersion:
         return False
 

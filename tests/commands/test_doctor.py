@@ -246,7 +246,10 @@ class TestApex:
         place("templates")
         config = tmp_path / "ds_config.json"
         config.write_text('{"ext": {"pipeline": {"schedule": "1f1b"}}}')
-        code = "import ext, ext.config, ext.commands.doctor, sys; assert 'apex' not in sys.modules"
+        code = (
+            "import ext, ext.config, ext.commands.doctor, sys; "
+            "assert not {'apex', 'torch', 'deepspeed', 'megatron'} & set(sys.modules)"
+        )
         environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(ext.__file__).parents[1]}"}
         subprocess.run([sys.executable, "-c", code], env=environ, check=True)
         subprocess.run(
