@@ -1,0 +1,1 @@
+"""Cost formulas shared by planner, recompute and moe: hardware, collectives, transformer layers. No torch."""

@@ -1,0 +1,154 @@
+"""Units: the named pieces of a layer that are kept or recomputed one by one, as data. No torch.
+
+A layer that offers ``units()`` returns a sequence of `Unit`, in the order in which its forward runs them, or a
+`LayerUnits` where it has several inputs or outputs. What solvers need to know of the same units is `LayerCosts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from ext.core.errors import ConfigError
+
+ATTENTION = "attention"
+MLP = "mlp"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One named piece of a layer's forward, as the layer runs it.
+
+    Attributes:
+        name: unique within the layer.
+        fn: takes the values named by ``inputs`` and returns one tensor. It must be a function of these, of parameters
+            and of random numbers alone, and must not change its inputs or its output in place later on.
+        inputs: names of earlier units or of the layer's inputs.
+        half: ``attention`` or ``mlp``: which windows of the backward come before it.
+        keep: never recomputed (routing decisions of a mixture of experts, for example).
+        communication: holds a collective; never recomputed early, since all ranks would have to agree when.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    inputs: tuple[str, ...]
+    half: str = ATTENTION
+    keep: bool = False
+    communication: bool = False
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """The units of one layer.
+
+    Attributes:
+        units: in the order of the forward.
+        inputs: names of the layer's inputs, in the order of its arguments.
+        outputs: names of what the layer returns, as a tuple if there are several; the last unit if empty.
+    """
+
+    units: tuple[Unit, ...]
+    inputs: tuple[str, ...] = ("x",)
+    outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_graph([(unit.name, unit.inputs) for unit in self.units], self.inputs)
+        known = {*self.inputs, *(unit.name for unit in self.units)}
+        if not self.units:
+            raise ConfigError("a layer offers no units. Return at least one, or drop its units() method.")
+        if not self.outputs:
+            object.__setattr__(self, "outputs", (self.units[-1].name,))
+        if missing := [name for name in self.outputs if name not in known]:
+            raise ConfigError(f"layer outputs {missing} are no units. Units: {', '.join(sorted(known))}.")
+
+
+@runtime_checkable
+class HasUnits(Protocol):
+    """A layer that the unit engine can run."""
+
+    def units(self) -> Sequence[Unit] | LayerUnits: ...
+
+
+def units_of(layer: HasUnits) -> LayerUnits:
+    """The layer's units, checked.
+
+    Raises:
+        ConfigError: names clash, or an input is not known before its unit.
+    """
+    units = layer.units()
+    return units if isinstance(units, LayerUnits) else LayerUnits(tuple(units))
+
+
+def check_graph(nodes: Iterable[tuple[str, tuple[str, ...]]], inputs: Iterable[str]) -> None:
+    """Checks that names are unique and that every unit's inputs come before it.
+
+    Raises:
+        ConfigError: lists all violations at once.
+    """
+    known = set(inputs)
+    problems = []
+    for name, needed in nodes:
+        if name in known:
+            problems.append(f"unit '{name}' appears twice. Give every unit of a layer its own name.")
+        for missing in (n for n in needed if n not in known):
+            problems.append(f"unit '{name}' reads '{missing}', which no earlier unit or layer input is called.")
+        known.add(name)
+    if problems:
+        raise ConfigError(*problems)
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """What a solver knows of one unit, for one micro-batch.
+
+    Attributes:
+        name: of the unit.
+        inputs: names of earlier units; the layer's inputs, always kept, are left out.
+        bytes: held from forward to backward if the unit is kept, and from recompute to backward if it is not.
+        time: seconds of its forward, so of its recompute.
+        needed: the backward reads its output or something it computed on the way; others serve as inputs only.
+        half: ``attention`` or ``mlp``.
+        keep: always kept.
+        communication: recomputed on demand only.
+        uses_rng: draws random numbers.
+        view_of: the unit whose storage the output shares; it is kept only together with that unit.
+        region: units of one region are decided alike; empty for a unit alone.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    bytes: int
+    time: float
+    needed: bool = True
+    half: str = ATTENTION
+    keep: bool = False
+    communication: bool = False
+    uses_rng: bool = False
+    view_of: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """A layer as the solvers see it.
+
+    Attributes:
+        units: in the order of the forward.
+        input_bytes: of the layer's inputs, which are always kept.
+        forward: seconds of the layer's forward without communication.
+        backward: seconds of its backward without communication.
+    """
+
+    units: tuple[UnitCosts, ...]
+    input_bytes: int
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_graph([(unit.name, unit.inputs) for unit in self.units], ())
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes that one micro-batch holds where nothing is recomputed."""
+        return self.input_bytes + sum(unit.bytes for unit in self.units if unit.needed or unit.keep)
