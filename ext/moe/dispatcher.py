@@ -61,10 +61,11 @@ class Hierarchical(DispatcherFactory):
     class Config(DispatcherConfig):
         type: Literal["hierarchical"] = "hierarchical"
         order: Literal["node_first", "rail_first"] | None = Field(
-            None, description="the first hop; absent: inside the node with a capacity, the rail without"
+            default=None, description="the first hop; absent: inside the node with a capacity, the rail without"
         )
         deduplicate: bool | None = Field(
-            None, description="without a capacity, send one copy of a token per node; absent: yes, if the rail is first"
+            default=None,
+            description="without a capacity, send one copy of a token per node; absent: yes, if the rail is first",
         )
 
         @model_validator(mode="after")
@@ -87,10 +88,10 @@ class Auto(DispatcherFactory):
     class Config(DispatcherConfig):
         type: Literal["auto"] = "auto"
         probe_seconds: Annotated[float, Field(gt=0, le=60)] = Field(
-            2.0, description="the longest time that one measurement may take"
+            default=2.0, description="the longest time that one measurement may take"
         )
         probe_file: str | None = Field(
-            None, description="JSON file that keeps the measurements for later runs on the same nodes"
+            default=None, description="JSON file that keeps the measurements for later runs on the same nodes"
         )
 
     def build(self, group: RankGroup, num_experts: int) -> Dispatcher:

@@ -37,6 +37,7 @@ class Selection:
 
     Attributes:
         topk_ids: (tokens, k) int64 chosen experts.
+        wanted_ids: the same, -1 for tokens that take no part.
         is_kept: (tokens, k) whether a capacity, or a token mask, left the route.
         locations: (tokens, k) row of a kept route among those of its expert; None without a capacity.
         capacity: rows per expert and source rank; None for no limit.
@@ -44,6 +45,7 @@ class Selection:
     """
 
     topk_ids: Tensor
+    wanted_ids: Tensor
     is_kept: Tensor
     locations: Tensor | None
     capacity: int | None
@@ -90,19 +92,21 @@ def select(
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, ids.reshape(-1) + 1, torch.ones_like(ids.reshape(-1)))
     if capacity is None:
-        return Selection(topk_ids, is_used, None, None, counts[1:])
+        return Selection(topk_ids, ids, is_used, None, None, counts[1:])
     k = ids.shape[1]
     if priority is Priority.POSITION or priority is Priority.BATCH:
         locations = _locations_by_choice(ids, num_experts, weights if priority is Priority.BATCH else None)
         is_kept = is_used & (locations < capacity)
     else:
-        scores = weights if random is None else random
+        scores = random if priority is Priority.RANDOM else weights
+        if scores is None:
+            raise ValueError("the priority 'random' needs random numbers")
         order = scores.gather(1, topk_ids).reshape(-1).argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
         rank[order] = count_locations(ids.reshape(-1, 1)[order], num_experts).reshape(-1)
         is_kept = is_used & (rank.view(-1, k) < capacity)
         locations = count_locations(torch.where(is_kept, ids, -1), num_experts)
-    return Selection(topk_ids, is_kept, locations, capacity, counts[1:])
+    return Selection(topk_ids, ids, is_kept, locations, capacity, counts[1:])
 
 
 def _locations_by_choice(ids: Tensor, num_experts: int, weights: Tensor | None) -> Tensor:
