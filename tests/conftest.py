@@ -13,4 +13,4 @@ os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.envir
 
 from ext.testing.ranks import preload
 
-preload("deepspeed", "deepspeed.pipe")
+preload("ext.adapters.deepspeed.testing")

@@ -9,7 +9,8 @@ needs it. Messages of one channel arrive in the order in which they were sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -85,17 +86,24 @@ class Channel:
         self._group = group
         self._device = device
 
-    def _isend(self, tensor: Tensor) -> tuple[dist.Work, Tensor] | None:
+    def _isend(self, tensor: Tensor) -> tuple[Any, Tensor] | None:
         wire = _bytes_of(tensor.detach().contiguous())
-        return (self._group.send([wire], self._peer, 0), wire) if wire.numel() else None
+        with self._naming_lost_peer():
+            return (self._group.send([wire], self._peer, 0), wire) if wire.numel() else None
 
-    def _irecv(self, tensor: Tensor) -> dist.Work | None:
+    def _irecv(self, tensor: Tensor) -> Any | None:
         wire = _bytes_of(tensor)
-        return self._group.recv([wire], self._peer, 0) if wire.numel() else None
+        with self._naming_lost_peer():
+            return self._group.recv([wire], self._peer, 0) if wire.numel() else None
 
-    def _wait(self, work: dist.Work) -> None:
-        try:
+    def _wait(self, work: Any) -> None:
+        with self._naming_lost_peer():
             work.wait()
+
+    @contextmanager
+    def _naming_lost_peer(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise CommunicationError(f"{self.name}: {error}") from error
 
@@ -116,7 +124,7 @@ class Sender(Channel):
         super().__init__(peer, group, device, name)
         self._dynamic = dynamic
         self._spec: MessageSpec | None = None
-        self._unfinished: deque[tuple[dist.Work, Tensor]] = deque()
+        self._unfinished: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, message: Message, microbatch: int) -> None:
         """Start sending; the tensors must not be written to until `drain`.
@@ -172,9 +180,9 @@ class _Receive:
 
     microbatch: int
     spec: MessageSpec | None
-    header: tuple[dist.Work, Tensor] | None = None
+    header: tuple[Any, Tensor] | None = None
     tensors: tuple[Tensor, ...] | None = None
-    works: Sequence[dist.Work] = ()
+    works: Sequence[Any] = ()
 
 
 class Receiver(Channel):

@@ -137,7 +137,8 @@ def _collect(processes: Sequence[Any], folder: Path, timeout: float) -> list[Any
         else:
             stack = folder / f"stack{rank}"
             text = stack.read_text() if stack.exists() else ""
-            failures[rank] = f"no result after {timeout:g} s, exit code {process.exitcode}\n{text}"
+            died = f"died with exit code {process.exitcode}" if not text else f"still running after {timeout:g} s"
+            failures[rank] = f"{died}, or {_GRACE_S:g} s after another rank failed\n{text}"
     if failures:
         raise RanksFailed(failures, errors)
     return results

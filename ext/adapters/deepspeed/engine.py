@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from ext.adapters.deepspeed import instructions, resolve
-from ext.adapters.deepspeed.layers import LayerInventory, replace_layers
+from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.config import ExtConfig
 from ext.core.errors import DataError
@@ -21,6 +21,7 @@ from ext.pipeline.plan import Plan
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
 from ext.runtime.channels import Links, Message, TensorSpec, as_tuple
 from ext.runtime.guard import FailureGuard
+from ext.runtime.split_backward import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class PlanPipelineEngine(PipelineEngine):
         self.plan = self.resolution.plan
         self._num_loaded = 0
         self._trackers = (DeepSpeedRngTracker(),)
+        self._weight_grads = WeightGradQueue(limit=0)
         self._guard = FailureGuard()
         self._links: Links | None = None
 
@@ -59,6 +61,7 @@ class PlanPipelineEngine(PipelineEngine):
             self.resolution = resolve.resolve(self.ext_config, self.inventory, self.num_stages, self.micro_batches)
             self.plan = self.resolution.plan
         self.recomputes = dict.fromkeys(self.plan.stages_of(self.stage_id), 0)
+        self._weight_grads = WeightGradQueue(self.plan.max_deferred(self.stage_id))
         return instructions.PlanSchedule(self.plan, self.stage_id, training=True)
 
     def _inference_schedule(self, micro_batches: int) -> instructions.PlanSchedule:
@@ -85,12 +88,16 @@ class PlanPipelineEngine(PipelineEngine):
         self._guard.agree(None)
 
     def _abandon_step(self) -> None:
-        """Leave nothing of a failed step behind: no channel, buffer or gradient."""
+        """Leave nothing of a failed step behind: no channel, buffer, gradient or running timer."""
         if self._links is not None:
             self._links.close()
             self._links = None
         for slots in self.pipe_buffers.values():
             slots[:] = [None] * len(slots)
+        self._weight_grads.clear()
+        for timer in self.timers.get_timers().values():
+            if timer.started_:
+                timer.reset()
         self.loss = self.loss.detach()
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -108,7 +115,7 @@ class PlanPipelineEngine(PipelineEngine):
             with self._timed(host.PIPE_RECV_INPUT_TIMER):
                 inputs = self._channels.inputs_from(self.plan.rank_of[stage - 1]).wait(microbatch)
             self.pipe_buffers["inputs"][microbatch] = inputs
-        with self._layers_dropped(stage, microbatch):
+        with self._layers_as_planned(stage, microbatch):
             super()._exec_forward_pass(microbatch)
         outputs = self.pipe_buffers["outputs"][microbatch]
         if self.is_last_stage():
@@ -116,7 +123,7 @@ class PlanPipelineEngine(PipelineEngine):
                 self.pipe_buffers["losses"][microbatch] = self.loss
             self.pipe_buffers["outputs"][microbatch] = None
             self.pipe_buffers["labels"][microbatch] = None
-        else:
+        elif torch.is_grad_enabled():
             self.pipe_buffers["output_specs"][microbatch] = _gradient_specs(outputs, stage)
         if not torch.is_grad_enabled():
             self.pipe_buffers["inputs"][microbatch] = None
@@ -136,6 +143,32 @@ class PlanPipelineEngine(PipelineEngine):
             self.pipe_buffers["regions"][microbatch] = None
         if self.is_first_stage():
             self.pipe_buffers["inputs"][microbatch] = None
+
+    def _exec_plan_input_grad(self, stage: int, microbatch: int) -> None:
+        # The host's own checkpointing calls the layers again from inside the backward.
+        layers = self._splittable(self.module.forward_funcs, stage, microbatch)
+        with self._weight_grads.deferring(stage, microbatch), layers_replaced(self.module, layers):
+            self._exec_plan_backward(stage, microbatch)
+
+    def _exec_plan_weight_grad(self, stage: int, microbatch: int) -> None:
+        # As around the host's own backward: its hooks take gradients that come at any other time for a mistake.
+        self._running_engine_backward = True
+        try:
+            with self._accumulating_in_high_precision():
+                self._weight_grads.release(stage, microbatch)
+        finally:
+            self._running_engine_backward = False
+
+    @contextlib.contextmanager
+    def _accumulating_in_high_precision(self) -> Iterator[None]:
+        """Where the optimizer sums bf16 gradients in fp32, each is added once."""
+        if not self.using_bf16_optimizer:
+            yield
+            return
+        self.optimizer.clear_lp_grads(set_to_none=True)
+        yield
+        self.optimizer.update_hp_grads()
+        self.optimizer.clear_lp_grads(set_to_none=True)
 
     def _backward_from_loss(self, microbatch: int) -> None:
         self.loss, self.pipe_buffers["losses"][microbatch] = self.pipe_buffers["losses"][microbatch], None
@@ -161,23 +194,25 @@ class PlanPipelineEngine(PipelineEngine):
         self.grad_layer = None
 
     @contextlib.contextmanager
-    def _layers_dropped(self, stage: int, microbatch: int) -> Iterator[None]:
-        """While this lasts, the module's forward drops what the plan recomputes later."""
-        dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
-        if not dropped or not torch.is_grad_enabled():
+    def _layers_as_planned(self, stage: int, microbatch: int) -> Iterator[None]:
+        """While this lasts, the module's forward drops and defers what the plan recomputes and splits later."""
+        if not torch.is_grad_enabled():
             yield
             return
-        regions = MicrobatchRegions(self._trackers)
-        self.pipe_buffers["regions"][microbatch] = regions
-        kept = self.module.forward_funcs
-        replace_layers(
-            self.module,
-            [DroppedLayer(layer, regions) if index in dropped else layer for index, layer in enumerate(kept)],
-        )
-        try:
+        layers = self._splittable(self.module.forward_funcs, stage, microbatch)
+        dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
+        if dropped:
+            regions = MicrobatchRegions(self._trackers)
+            self.pipe_buffers["regions"][microbatch] = regions
+            layers = [DroppedLayer(layer, regions) if i in dropped else layer for i, layer in enumerate(layers)]
+        with layers_replaced(self.module, layers):
             yield
-        finally:
-            replace_layers(self.module, kept)
+
+    def _splittable(self, layers: Sequence[Any], stage: int, microbatch: int) -> list[Any]:
+        """The layers, with weight gradients that can wait for W where the plan splits this backward."""
+        if (stage, microbatch) not in self.plan.split_backwards:
+            return list(layers)
+        return [self._weight_grads.intercepting(layer) for layer in layers]
 
     # -- data and communication ----------------------------------------------------------------------------
 
@@ -230,6 +265,13 @@ class PlanPipelineEngine(PipelineEngine):
             dynamic=self.dynamic_shape,
         )
 
+    def _start_timers(self, timer_names: Sequence[str]) -> None:
+        # The host starts the backward timers in its pipeline engine and again in a hook of its base engine.
+        super()._start_timers([name for name in timer_names if not self.timers(name).started_])
+
+    def _stop_timers(self, timer_names: Sequence[str]) -> None:
+        super()._stop_timers([name for name in timer_names if self.timers(name).started_])
+
     @contextlib.contextmanager
     def _timed(self, timer: str) -> Iterator[None]:
         if not self.wall_clock_breakdown():
@@ -244,6 +286,8 @@ class PlanPipelineEngine(PipelineEngine):
         instructions.Forward: _exec_plan_forward,
         instructions.Recompute: _exec_plan_recompute,
         instructions.Backward: _exec_plan_backward,
+        instructions.InputGradients: _exec_plan_input_grad,
+        instructions.WeightGradients: _exec_plan_weight_grad,
         instructions.SendActivations: _exec_send_outputs,
         instructions.PostActivations: _exec_post_inputs,
         instructions.SendGradients: _exec_send_input_grads,

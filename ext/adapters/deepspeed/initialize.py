@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -124,13 +123,14 @@ def raise_if_any(problems: list[str]) -> None:
 
 
 def _with_something_to_train(arguments: Mapping[str, Any]) -> Any:
-    """The parameters to train; on a wholly frozen stage one of no size, since optimizers refuse an empty list."""
+    """The parameters to train, with a stand-in on a wholly frozen stage: optimizers refuse to have none."""
     model, given = arguments["model"], arguments.get("model_parameters")
     parameters = list(model.parameters() if given is None else given)
-    if parameters:
+    trained = [p for entry in parameters for p in (entry["params"] if isinstance(entry, dict) else [entry])]
+    if any(parameter.requires_grad for parameter in trained):
         return parameters
-    device = next(model.parameters(), torch.empty(0)).device
-    return [torch.nn.Parameter(torch.zeros(1, device=device))]
+    like = next(model.parameters(), torch.empty(0))
+    return [torch.nn.Parameter(torch.zeros(1, device=like.device, dtype=like.dtype))]
 
 
 @contextmanager
