@@ -34,7 +34,9 @@ class Schedule(ABC):
     """Whether every layer is recomputed where the user's config has no recompute block."""
     min_microbatches: ClassVar[int] = 1
 
-    def __init__(self, config: ScheduleConfig | None = None, *, shape: PipelineShape, costs: Costs | None = None) -> None:
+    def __init__(
+        self, config: ScheduleConfig | None = None, *, shape: PipelineShape, costs: Costs | None = None
+    ) -> None:
         self.config = config if config is not None else self.Config()  # type: ignore[call-arg]
         self.shape = shape
         self.costs = costs
@@ -57,6 +59,10 @@ class Schedule(ABC):
     @abstractmethod
     def max_in_flight(self, rank: int) -> int:
         """Most micro-batches that have run F but not finished B (or W) on ``rank``, over its stages."""
+
+    def variants(self) -> tuple[Schedule, ...]:
+        """This schedule and other orders of the same name, for whoever compares them under a memory budget."""
+        return (self,)
 
     def early_recomputes(self, rank: int) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) whose R runs before its gradient arrives; all others recompute inside B."""

@@ -40,7 +40,9 @@ class RecomputePolicy(ABC):
         """
 
 
-POLICIES: Registry[RecomputePolicy] = Registry("recompute policy", RecomputePolicy, builtins=("ext.recompute.policy",))
+POLICIES: Registry[RecomputePolicy] = Registry(
+    "recompute policy", RecomputePolicy, builtins=("ext.recompute.policy", "ext.recompute.stage_aware")
+)
 
 
 @POLICIES.register("none")

@@ -63,6 +63,16 @@ class ShiftedCriticalPath(LastNoRecompute):
         excess = wait + surplus - stage.forward - travel - backward
         return max(0, math.ceil(min(wait, excess) / stage.forward - 1e-9))
 
+    def variants(self) -> tuple[ShiftedCriticalPath, ...]:
+        """One for every k up to p, unless the options fix it; k=0 is `last_no_recompute`."""
+        if self.config.extra_forwards is not None:
+            return (self,)
+        most = min(self.shape.num_ranks, self.shape.num_microbatches - 2)
+        return tuple(
+            type(self)(self.config.model_copy(update={"extra_forwards": k}), shape=self.shape, costs=self.costs)
+            for k in range(most + 1)
+        )
+
     def order(self, rank: int) -> list[Action]:
         num_warmup = self.max_in_flight(rank)
         actions: list[Action] = []

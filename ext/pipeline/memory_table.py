@@ -1,0 +1,161 @@
+"""The memory of every stage of a plan, predicted and measured, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ext.cost.profile import parameters_of
+from ext.cost.states import StateBytes, States
+from ext.pipeline.memory import heaviest_loads, in_flight, peak, posted_receives
+from ext.pipeline.plan import Plan
+from ext.pipeline.stage_model import Stage
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that the rank of one stage holds at its heaviest moment.
+
+    Attributes:
+        stage: index of the stage.
+        layers: of the stage.
+        recomputed: how many of them are recomputed.
+        in_flight: most micro-batches that hold activations at once.
+        states: parameters, gradients, optimizer.
+        activations: what autograd and the engine hold for the micro-batches in flight, at its peak, with the working
+            set of a recompute.
+        loss: the part of ``activations`` that the layers behind the last recomputable one hold: logits and loss.
+        transient: most that a layer's forward or backward holds for a moment beside them.
+        messages: received and sent tensors that wait; an upper bound.
+        budget: what the rank may hold; None where nothing limits it.
+        measured: states and activations as counted in a run; None before.
+        allocated: peak of the device's allocator in a run; None before and on CPU.
+    """
+
+    stage: int
+    layers: int
+    recomputed: int
+    in_flight: int
+    states: States
+    activations: int
+    loss: int = 0
+    transient: int = 0
+    messages: int = 0
+    budget: int | None = None
+    measured: int | None = None
+    allocated: int | None = None
+
+    @property
+    def live(self) -> int:
+        """What ``measured`` counts: states and activations."""
+        return self.states.total + self.activations
+
+    @property
+    def total(self) -> int:
+        """All that the rank needs."""
+        return self.live + self.transient + self.messages
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the prediction is above the budget."""
+        return self.budget is not None and self.total > self.budget
+
+
+def predict(
+    plan: Plan,
+    stages: Sequence[Stage],
+    state_bytes: StateBytes,
+    *,
+    budgets: Sequence[int] | None = None,
+    max_unfinished_sends: int = 0,
+) -> list[StageMemory]:
+    """The memory of every stage of a linear plan, by stage.
+
+    Args:
+        plan: with one stage per rank.
+        stages: the profiled layers of each stage.
+        state_bytes: of parameters, gradients and optimizer.
+        budgets: bytes that each stage's rank may hold.
+        max_unfinished_sends: messages that a channel keeps until they have left.
+    """
+    rows = []
+    for index, stage in enumerate(stages):
+        order = plan.orders[plan.rank_of[index]]
+        loads = heaviest_loads(order)
+        costs = stage.costs(plan.recomputed_layers[index])
+        flying = in_flight(loads)
+        inputs, gradients = posted_receives(order)
+        sends = min(plan.num_microbatches, max_unfinished_sends)
+        messages = inputs * stage.input_bytes + gradients * stage.output_bytes if plan.num_stages > 1 else 0
+        if index:
+            messages += sends * stage.input_bytes
+        messages += max(0, sends - flying) * stage.output_bytes
+        rows.append(
+            StageMemory(
+                stage=index,
+                layers=plan.layers_per_stage[index],
+                recomputed=plan.recomputed_layers[index],
+                in_flight=flying,
+                states=state_bytes.of(*parameters_of(stage.layers)),
+                activations=round(peak(loads, costs)),
+                loss=flying * stage.loss_bytes,
+                transient=stage.transient,
+                messages=messages,
+                budget=None if budgets is None else budgets[index],
+            )
+        )
+    return rows
+
+
+def heaviest(rows: Sequence[StageMemory]) -> StageMemory:
+    """The stage with most memory: measured where it was, else predicted."""
+    return max(rows, key=lambda row: row.total if row.measured is None else row.measured)
+
+
+def table(rows: Sequence[StageMemory]) -> str:
+    """One line per stage, the heaviest marked; columns that hold nothing are left out."""
+    name, size = unit_for(max(row.total for row in rows))
+
+    def shown(value: int | None) -> str:
+        return "" if value is None else f"{value / size:.3f}"
+
+    columns: dict[str, list[str]] = {
+        "stage": [str(row.stage) for row in rows],
+        "layers": [str(row.layers) for row in rows],
+        "recomputed": [str(row.recomputed) for row in rows],
+        "in flight": [str(row.in_flight) for row in rows],
+        "parameters": [shown(row.states.parameters) for row in rows],
+        "gradients": [shown(row.states.gradients) for row in rows],
+        "optimizer": [shown(row.states.optimizer) for row in rows],
+        "buckets": [shown(row.states.buckets or None) for row in rows],
+        "activations": [shown(row.activations) for row in rows],
+        "(loss)": [f"({shown(row.loss)})" if row.loss else "" for row in rows],
+        "live": [shown(row.live) for row in rows],
+        "measured": [shown(row.measured) for row in rows],
+        "passing": [shown(row.transient or None) for row in rows],
+        "messages": [shown(row.messages or None) for row in rows],
+        "total": [shown(row.total) for row in rows],
+        "allocated": [shown(row.allocated) for row in rows],
+        "budget": [shown(row.budget) for row in rows],
+    }
+    most = heaviest(rows)
+    marks = ["  <- heaviest" if row is most else "" for row in rows]
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    widths = {title: max(map(len, (title, *cells))) for title, cells in filled.items()}
+    lines = [" ".join(title.rjust(widths[title]) for title in filled)]
+    for index, mark in enumerate(marks):
+        lines.append(" ".join(cells[index].rjust(widths[title]) for title, cells in filled.items()) + mark)
+    return f"memory per stage in {name}\n" + "\n".join(lines)
+
+
+def unit_for(size: float) -> tuple[str, int]:
+    """Name and bytes of the unit in which ``size`` reads well."""
+    return next((unit for unit in (("GiB", GIB), ("MiB", MIB)) if size >= unit[1]), ("KiB", KIB))
+
+
+def amount(size: float) -> str:
+    """Bytes with a unit, as in ``1.250 GiB``."""
+    name, unit = unit_for(size)
+    return f"{size / unit:.3f} {name}"

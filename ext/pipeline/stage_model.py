@@ -1,0 +1,138 @@
+"""Stages made of profiled layers: times and bytes under every number of recomputed layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ext.cost.profile import LayerProfile
+from ext.pipeline.costs import StageCosts
+
+Storages = frozenset[int]
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What one stage costs, by how many of its recomputable layers it recomputes.
+
+    Attributes:
+        costs: by number of recomputed layers, from 0 to all that can be.
+        fixed: what the stage holds beside activations, in their unit: states, buffers, passing temporaries.
+    """
+
+    costs: tuple[StageCosts, ...]
+    fixed: float = 0.0
+
+
+class Stage:
+    """Consecutive layers on one stage, as the engine runs them.
+
+    A recomputed layer keeps its inputs in place of what its backward needs. For every micro-batch in flight the
+    engine holds the stage's inputs, of which the first layer gets a copy, and its outputs until their gradient came.
+
+    Args:
+        layers: in model order; on the last stage the loss is one of them.
+        is_last: whether no outputs are sent on.
+    """
+
+    def __init__(self, layers: Sequence[LayerProfile], *, is_last: bool) -> None:
+        self.layers = tuple(layers)
+        self.is_last = is_last
+        self._sizes: list[int] = []
+        self._inputs: list[Storages] = []
+        self._saved: list[Storages] = []
+        carried: list[int] = []
+        for layer in layers:
+            number = dict(zip(layer.inputs, carried, strict=False))
+            for position, size in enumerate(layer.storages):
+                if position not in number:
+                    number[position] = len(self._sizes)
+                    self._sizes.append(size)
+            self._inputs.append(frozenset(number[i] for i in layer.inputs))
+            self._saved.append(frozenset(number[i] for i in layer.saved))
+            carried = [number[i] for i in layer.outputs]
+        self._outputs: Storages = frozenset() if is_last else frozenset(carried)
+
+    @cached_property
+    def recomputable(self) -> tuple[int, ...]:
+        """Positions of the layers that can be recomputed; the first ones are recomputed first."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.recomputable)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the message that brings the inputs."""
+        return self._bytes(self._inputs[0]) if self.layers else 0
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the message that takes the outputs on; 0 on the last stage."""
+        return self._bytes(self._outputs)
+
+    @property
+    def transient(self) -> int:
+        """Most bytes that a forward or backward of one layer holds for a moment."""
+        return max((layer.transient for layer in self.layers), default=0)
+
+    @property
+    def loss_bytes(self) -> int:
+        """Bytes that the layers behind the last recomputable one hold per micro-batch, on the last stage."""
+        if not self.is_last:
+            return 0
+        first = self.recomputable[-1] + 1 if self.recomputable else 0
+        before = frozenset[int]().union(*self._saved[:first])
+        return self._bytes(frozenset[int]().union(*self._saved[first:]) - before)
+
+    def costs(self, num_recomputed: int) -> StageCosts:
+        """Seconds and bytes where the first ``num_recomputed`` recomputable layers are recomputed."""
+        dropped = self.recomputable[:num_recomputed]
+        brought_back = sum(self._bytes(self._saved[i] - self._inputs[i]) for i in dropped)
+        everything = self._after_forward(())
+        kept = self._after_forward(dropped)
+        return StageCosts(
+            forward=sum(layer.forward for layer in self.layers),
+            input_grad=sum(layer.input_grad for layer in self.layers),
+            weight_grad=sum(layer.weight_grad for layer in self.layers),
+            recompute=sum(self.layers[i].recompute for i in dropped),
+            activations=everything,
+            dropped=brought_back,
+            stash=kept - everything + brought_back,
+            working_set=self._working_set(dropped),
+            message=self.output_bytes,
+        )
+
+    def every_cost(self) -> Iterator[StageCosts]:
+        """The costs for 0, 1, ... recomputed layers."""
+        return (self.costs(count) for count in range(len(self.recomputable) + 1))
+
+    def model(self, fixed: float = 0.0, *, may_recompute: bool = True) -> StageModel:
+        """All choices of this stage; only that of keeping everything where it must not recompute."""
+        return StageModel(tuple(self.every_cost()) if may_recompute else (self.costs(0),), fixed)
+
+    def _held(self, dropped: Sequence[int]) -> list[Storages]:
+        """What autograd holds for each layer between forward and backward."""
+        return [self._inputs[i] if i in dropped else saved for i, saved in enumerate(self._saved)]
+
+    def _after_forward(self, dropped: Sequence[int]) -> int:
+        """Bytes that one micro-batch in flight holds."""
+        return self.input_bytes + self._bytes(self._outputs.union(*self._held(dropped)))
+
+    def _working_set(self, dropped: Sequence[int]) -> int:
+        """Bytes that a backward with the recompute inside holds beyond those it found.
+
+        The backward frees layer after layer from the last one on, so most of what a recomputed layer brings back
+        takes the place of what the layers behind it have freed.
+        """
+        held = self._held(dropped)
+        holders = Counter(storage for storages in (*held, self._outputs) for storage in storages)
+        now = most = 0
+        for i in reversed(range(len(held))):
+            if i in dropped:
+                most = max(most, now + self._bytes(self._saved[i] - self._inputs[i]))
+            holders.subtract(held[i])
+            now -= self._bytes(storage for storage in held[i] if not holders[storage])
+        return most
+
+    def _bytes(self, storages: Iterable[int]) -> int:
+        return sum(self._sizes[storage] for storage in storages)

@@ -1,0 +1,193 @@
+"""Profiles of layers: times and bytes of one micro-batch, measured while the host runs its own forward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ext.cost.profile import LayerProfile
+from ext.runtime.live_bytes import LiveBytes, storage_key
+
+NUM_TIMED = 2
+"""Runs of which the fastest counts, behind one that warms up and is counted in bytes."""
+
+Run = Callable[[], tuple[Any, list[Tensor]]]
+"""Runs a layer with gradients; gives its outputs and its inputs, those that need a gradient as leaves."""
+
+
+class ProfiledLayer:
+    """Stands in for a layer during one forward without gradients, and runs it several times with them.
+
+    No gradient reaches a parameter. Outputs say by ``requires_grad`` whether they would need one.
+
+    Args:
+        layer: called with one tensor, or one tuple of tensors.
+        name: for the profile.
+        recomputable: whether it can be recomputed.
+        needs_grad: whether a gradient is computed for each input tensor; None where the inputs say so themselves.
+        tied: (name, number) of parameters that it shares with other layers.
+        synchronize: waits for the device.
+
+    Attributes:
+        profile: of the last call; None before.
+    """
+
+    def __init__(
+        self,
+        layer: Callable[[Any], Any],
+        name: str,
+        *,
+        recomputable: bool,
+        needs_grad: Callable[[], Sequence[bool]] | None = None,
+        tied: tuple[tuple[str, int], ...] = (),
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._layer = layer
+        self._name = name
+        self._recomputable = recomputable
+        self._needs_grad = needs_grad
+        self._tied = tied
+        self._synchronize = synchronize
+        self.profile: LayerProfile | None = None
+
+    def __call__(self, inputs: Any) -> Any:
+        flags = [t.requires_grad for t in _tensors(inputs)] if self._needs_grad is None else list(self._needs_grad())
+        constant = list(_constants_of(self._layer))
+        trained = [tensor for tensor in constant if tensor.requires_grad]
+
+        def run() -> tuple[Any, list[Tensor]]:
+            with torch.enable_grad():
+                fresh = _detached(inputs, flags)
+                return self._layer(fresh), _tensors(fresh)
+
+        storages = _StoragesOf(run, constant)
+        forward, input_grad, backward = self._times(run, trained)
+        parameters = [tensor for tensor in constant if isinstance(tensor, nn.Parameter)]
+        self.profile = LayerProfile(
+            name=self._name,
+            forward=forward,
+            recompute=forward,
+            input_grad=input_grad,
+            weight_grad=max(0.0, backward - input_grad),
+            storages=tuple(storages.sizes),
+            inputs=storages.inputs,
+            outputs=storages.outputs,
+            saved=storages.saved,
+            transient=storages.transient + max((p.numel() * p.element_size() for p in trained), default=0),
+            trained=sum(parameter.numel() for parameter in trained),
+            frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
+            tied=self._tied,
+            recomputable=self._recomputable,
+        )
+        return storages.result
+
+    def _times(self, run: Run, trained: Sequence[Tensor]) -> tuple[float, float, float]:
+        """Seconds of the forward, of the gradient of the inputs, and of all gradients: the fastest of some runs."""
+        forward: list[float] = []
+        input_grad: list[float] = []
+        backward: list[float] = []
+        for _ in range(NUM_TIMED):
+            for times, weights in ((input_grad, ()), (backward, trained)):
+                start = self._now()
+                outputs, inputs = run()
+                middle = self._now()
+                forward.append(middle - start)
+                _backward(outputs, [*inputs, *weights])
+                times.append(self._now() - middle)
+        return min(forward), min(input_grad), min(backward)
+
+    def _now(self) -> float:
+        self._synchronize()
+        return time.perf_counter()
+
+
+class ProfiledLoss:
+    """Stands in for a loss function as `ProfiledLayer` does for a layer; what the labels hold counts as saved."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], synchronize: Callable[[], None] = lambda: None) -> None:
+        self._loss_fn = loss_fn
+        self._synchronize = synchronize
+        self.profile: LayerProfile | None = None
+
+    def __call__(self, outputs: Any, labels: Any) -> Any:
+        layer = ProfiledLayer(
+            lambda given: self._loss_fn(given, labels), "loss", recomputable=False, synchronize=self._synchronize
+        )
+        loss = layer(outputs)
+        self.profile = layer.profile
+        return loss
+
+
+class _StoragesOf:
+    """One run of a layer as storages: what goes in and out, what stays for the backward, what passes.
+
+    Attributes:
+        sizes: bytes of each storage.
+        inputs, outputs, saved: positions in ``sizes``.
+        transient: most bytes held in forward or in the gradient of the inputs beyond ``saved`` and outputs.
+        result: the outputs, without their graph.
+    """
+
+    def __init__(self, run: Run, constant: Sequence[Tensor]) -> None:
+        self.sizes: list[int] = []
+        self._position: dict[int, int] = {}
+        kept, made = LiveBytes(constant), LiveBytes(constant)
+        with made.created():
+            with kept.saved():
+                outputs, inputs = run()
+            self.inputs = self._number_all(inputs)
+            self.outputs = self._number_all(_tensors(outputs))
+            self.saved = tuple(self._number(key, size) for key, size in kept.storages.items())
+            created = made.storages
+            staying = sum(size for key, size in created.items() if key in self._position)
+            most = made.peak
+            self.result = _detached(outputs, [tensor.requires_grad for tensor in _tensors(outputs)])
+            made.peak = made.now
+            _backward(outputs, inputs)
+            self.transient = max(most, made.peak) - staying
+
+    def _number_all(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple(self._number(storage_key(tensor), tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+    def _number(self, key: int, size: int) -> int:
+        if key not in self._position:
+            self._position[key] = len(self.sizes)
+            self.sizes.append(size)
+        return self._position[key]
+
+
+def _backward(outputs: Any, wanted: Sequence[Tensor]) -> None:
+    """Compute gradients of what is wanted and needs one, and forget them."""
+    roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    wanted = [tensor for tensor in wanted if tensor.requires_grad]
+    if roots and wanted:
+        torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in (values if isinstance(values, tuple | list) else (values,)) if isinstance(value, Tensor)]
+
+
+def _detached(values: Any, needs_grad: Sequence[bool]) -> Any:
+    """The same tensors without their graph, as leaves that need a gradient where the flags say so."""
+    flags = iter(needs_grad)
+
+    def detach(value: Any) -> Any:
+        return value.detach().requires_grad_(next(flags)) if isinstance(value, Tensor) else value
+
+    return type(values)(map(detach, values)) if isinstance(values, tuple | list) else detach(values)
+
+
+def _constants_of(layer: Any) -> Iterator[Tensor]:
+    """Parameters and buffers of a module, or of the modules that a partial function is given."""
+    if isinstance(layer, nn.Module):
+        yield from layer.parameters()
+        yield from layer.buffers()
+    elif isinstance(layer, partial):
+        for argument in layer.args:
+            yield from _constants_of(argument)
