@@ -30,9 +30,9 @@ install_environment() {
         "$PYTHON" -m venv --clear "$VENV"
     fi
     say "installing $TORCH and the package with its dependencies; a few minutes the first time"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH"
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$TORCH"
     # Naming torch again keeps pip from replacing it for a dependency's sake.
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check \
         "$TORCH" --editable "$ROOT[megatron,plot,tokenizers,monitor,test]"
     environment_stamp > "$VENV/.installed"
 }

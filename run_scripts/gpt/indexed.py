@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import struct
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +49,7 @@ class IndexedPair:
         return cls(prefix)
 
     def load(self, tokenizer: Tokenizer) -> Corpus:
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-        try:
-            dataset = IndexedDataset(str(self.prefix), mmap=True)
-        except (OSError, ValueError, KeyError, AssertionError, struct.error) as error:
-            raise DataError(f"{self.prefix}.idx is no index of megatron-core: {error}") from error
+        dataset = _open(self.prefix)
         index = dataset.index
         itemsize = np.dtype(index.dtype).itemsize
         length = int(index.sequence_lengths.sum(dtype=np.int64))
@@ -71,6 +67,20 @@ def require_megatron(purpose: str) -> None:
     """Raises ConfigError unless megatron-core can be imported."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ConfigError(f"{purpose} needs megatron-core: pip install 'megatron-core>=0.16.1'")
+
+
+def _open(prefix: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its optional accelerators, none of which a reader needs
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset: Any = IndexedDataset.__new__(IndexedDataset)
+    try:
+        dataset.__init__(str(prefix), mmap=True)
+    except (OSError, ValueError, KeyError, AssertionError, struct.error) as error:
+        dataset.bin_reader = dataset.index = None  # which its destructor expects to find
+        raise DataError(f"{prefix}.idx is no index of megatron-core: {error}") from error
+    return dataset
 
 
 def write(prefix: Path, documents: Iterable[np.ndarray], vocab_size: int) -> tuple[int, int]:
@@ -93,7 +103,8 @@ def write(prefix: Path, documents: Iterable[np.ndarray], vocab_size: int) -> tup
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(str(unfinished[0]), dtype=DType.optimal_dtype(vocab_size))
         for ids in documents:
-            builder.add_document(torch.from_numpy(ids.astype(np.int64)), [len(ids)])
+            builder.add_item(torch.from_numpy(ids.astype(np.int64)))
+            builder.end_document()
             num_documents += 1
             num_tokens += len(ids)
         builder.finalize(str(unfinished[1]))

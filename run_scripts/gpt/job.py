@@ -26,7 +26,7 @@ from gpt import corpus, device, model, sampling, tokenizer
 from gpt.arguments import RUNS, Arguments
 from gpt.checkpoint import LATEST, Checkpoints, find_intact
 from gpt.learning_rate import WarmupCosine
-from gpt.loop import History, Rhythm, Trainer
+from gpt.loop import Rhythm, Trainer
 from gpt.report import JsonLog, Summary
 from gpt.sampling import BatchShape, Sampler
 from gpt.together import StopSignal, from_first, together
@@ -73,7 +73,7 @@ def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int
         signum = trainer.run(start, stop)
     memory_gib = trainer.memory_gib()
     if is_first:
-        _say_how_it_ended(engine, trainer.history, memory_gib, output, signum)
+        _say_how_it_ended(engine, trainer, memory_gib, output, signum)
     stop.finish()
     dist.destroy_process_group()
     return signum
@@ -149,23 +149,23 @@ def _resumed_folder(named: Path | None) -> Path:
     return runs[-1]
 
 
-def _say_how_it_ended(engine: Any, history: History, memory_gib: tuple[float, ...], output: Path, signum: int) -> None:
+def _say_how_it_ended(engine: Any, trainer: Trainer, memory_gib: tuple[float, ...], output: Path, signum: int) -> None:
     if signum:
         print(f"stopped by {signal.Signals(signum).name}; go on with --resume {output}", flush=True)
     Summary(
         num_steps=engine.global_steps,
         schedule=ext.describe(engine)["schedule"] or "DeepSpeed's own schedule",
         plan_hash=ext.describe(engine)["plan_hash"],
-        losses=history.losses,
-        validation_losses=history.validation_losses,
-        tokens_per_s=None,
-        step_time_s=history.step_time_s,
+        losses=trainer.history.losses,
+        validation_losses=trainer.history.validation_losses,
+        tokens_per_s=trainer.tokens_per_s,
+        step_time_s=trainer.history.step_time_s,
         simulated_step_time_s=None,
         bubble=None,
         simulated_bubble=None,
         memory_gib=memory_gib,
         memory_kind="resident memory" if device.is_cpu() else "device memory",
-        checkpoint=history.checkpoint,
+        checkpoint=trainer.history.checkpoint,
         resolved_config=output / RESOLVED_CONFIG,
     ).show(Console())
 

@@ -117,6 +117,12 @@ class Trainer:
                 break
         return signum
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together, at the median step time."""
+        step_time_s = self.history.step_time_s
+        return None if step_time_s is None else self._train.shape.tokens_per_step / step_time_s
+
     def memory_gib(self) -> tuple[float, ...]:
         """Peak memory of each stage, the largest over its replicas. Collective over all ranks."""
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -113,7 +113,7 @@ def build(config: GPTConfig, num_stages: int, seed: int) -> PipelineModule:
 
     Each layer draws its weights from a seed of its own, so that every number of stages builds the same model.
     """
-    return PipelineModule(
+    module = PipelineModule(
         layers(config),
         num_stages=num_stages,
         loss_fn=loss_fn,
@@ -123,6 +123,9 @@ def build(config: GPTConfig, num_stages: int, seed: int) -> PipelineModule:
         seed_fn=_seed_layer,
         base_seed=seed,
     )
+    # Else each forward would seed its layers from a count that no checkpoint holds, alike on all replicas.
+    module.seed_layers = False
+    return module
 
 
 def _seed_layer(seed: int) -> None:

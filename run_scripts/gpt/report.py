@@ -127,6 +127,8 @@ class Summary:
     def show(self, console: Console) -> None:
         """Print it as a small table."""
         table = Table(title=f"{self.num_steps} steps under {self.schedule}", show_header=False, title_justify="left")
+        table.add_column()
+        table.add_column(overflow="fold")
         for name, text in self._rows():
             table.add_row(name, text)
         console.print(table)
