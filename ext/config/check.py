@@ -69,6 +69,7 @@ def check_config(
     if launch.pipeline_stages not in (None, 1) or _asks_for_pipeline(config.get("ext")):
         problems += _zero(config)
     if ext_config is not None:
+        problems += _loss_scaling(config, ext_config)
         problems += _microbatches(ext_config, batch.completed(launch.data_parallel), launch)
         problems += _lists(ext_config, launch)
     return problems
@@ -126,6 +127,16 @@ def _precision(config: dict[str, Any]) -> Iterator[Problem]:
     ]
     if "fp16" in on and len(on) > 1:
         yield Problem("fp16.enabled", f"both fp16 and {on[1]} are enabled. Disable one.")
+
+
+def _loss_scaling(config: dict[str, Any], ext_config: ExtConfig) -> Iterator[Problem]:
+    fp16 = config.get("fp16")
+    if ext_config.needs_pipeline_model and isinstance(fp16, dict) and fp16.get("enabled") is True:
+        yield Problem(
+            "fp16.enabled",
+            "loss scaling under this package's schedules is not built in this release. Enable bf16 in its place, or "
+            "remove ext.pipeline and ext.recompute.",
+        )
 
 
 def _right_part(block: Any, problems: list[Problem]) -> ExtConfig | None:

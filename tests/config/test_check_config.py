@@ -255,6 +255,14 @@ class TestZero:
         assert check({"fp16": on, "bf16": on}) == ["fp16.enabled: both fp16 and bf16 are enabled. Disable one."]
         assert check({"fp16": {"enabled": False}, "bf16": on}) == []
 
+    def test_fp16_goes_with_stock_schedules_only(self):
+        on, block = {"enabled": True}, {"pipeline": {"schedule": "1f1b"}}
+        assert check({"fp16": on}) == []
+        assert check({"fp16": on, "ext": {**block, "enabled": False}}) == []
+        (problem,) = check({"fp16": on, "ext": block})
+        assert problem.startswith("fp16.enabled: loss scaling")
+        assert "bf16" in problem
+
 
 def test_everything_at_once(everything_built):
     config = {

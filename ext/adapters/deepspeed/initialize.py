@@ -3,44 +3,45 @@
 from __future__ import annotations
 
 import inspect
-import logging
+import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
-from packaging.version import Version
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
+import patches
 from ext.adapters.deepspeed import resolve
 from ext.adapters.deepspeed.engine import PlanPipelineEngine
 from ext.adapters.deepspeed.layers import LayerInventory
 from ext.config import ExtConfig, check_config
 from ext.config.source import read_ds_config
 from ext.core.errors import ConfigError
+from ext.core.launch_env import check_launch_environment
+from ext.core.versions import deepspeed_refusal
 
-logger = logging.getLogger(__name__)
-
-OLDEST_DEEPSPEED = "0.19.8"
+# The patch deepspeed_initialize may put our own function in its place later.
+_host_initialize = deepspeed.initialize
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """See `ext.initialize`."""
-    bound = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    bound = inspect.signature(_host_initialize).bind(*args, **kwargs)
     arguments = bound.arguments
     raw = _config_of(arguments)
     config = None if raw is None else ExtConfig.from_ds_config(raw)
-    if config is None:
-        return deepspeed.initialize(*args, **kwargs)
+    if config is None or arguments.get("model") is None:
+        return _host_initialize(*args, **kwargs)
     assert raw is not None
     _refuse_what_cannot_work(arguments["model"], config, raw)
     arguments["model_parameters"] = _with_something_to_train(arguments)
-    with _plan_engine_in_place():
-        result = deepspeed.initialize(*bound.args, **bound.kwargs)
+    with patches.applied("deepspeed_pipeline_engine"):
+        result = _host_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
-    if engine.global_rank == 0:
+    if isinstance(engine, PlanPipelineEngine) and engine.global_rank == 0:
         resolve.write_resolved(config, engine.resolution)
         print(resolve.summary(engine.resolution), file=sys.stderr, flush=True)  # noqa: T201 - the promised line
     return result
@@ -81,12 +82,11 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
     Raises:
         ConfigError: this DeepSpeed release, model, or combination of keys cannot work.
     """
-    problems = []
-    if Version(deepspeed.__version__) < Version(OLDEST_DEEPSPEED):
-        problems.append(
-            f"deepspeed {deepspeed.__version__} is installed, {OLDEST_DEEPSPEED} or newer is needed: older releases "
-            "scale the gradients of pipeline stages wrongly. Run: pip install --upgrade deepspeed"
-        )
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
+    problems = check_launch_environment(os.environ, world_size=world_size)
+    refusal = deepspeed_refusal(deepspeed.__version__)
+    if refusal is not None:
+        problems.append(refusal)
     if not isinstance(model, PipelineModule):
         blocks = [f"ext.{key}" for key in ("pipeline", "recompute") if getattr(config, key) is not None]
         if blocks:
@@ -96,6 +96,10 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
             )
         raise_if_any(problems)
         return
+    if isinstance(model, DualPipeVModule):
+        problems.append(
+            "ext: a DualPipeVModule brings a schedule of its own. Use a PipelineModule, or remove the block."
+        )
     inventory = LayerInventory.of(model)
     num_stages = model.num_stages
     problems += [
@@ -131,14 +135,3 @@ def _with_something_to_train(arguments: Mapping[str, Any]) -> Any:
         return parameters
     like = next(model.parameters(), torch.empty(0))
     return [torch.nn.Parameter(torch.zeros(1, device=like.device, dtype=like.dtype))]
-
-
-@contextmanager
-def _plan_engine_in_place() -> Iterator[None]:
-    """`deepspeed.initialize` looks the engine class up by name when it is called; nothing else is touched."""
-    original = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = PlanPipelineEngine
-    try:
-        yield
-    finally:
-        deepspeed.PipelineEngine = original

@@ -1,0 +1,85 @@
+"""Run an unchanged training script so that it obeys the ``"ext"`` block of its ds_config.
+
+    deepspeed --module ext.run train.py --deepspeed_config ds_config.json
+
+The script's own ``deepspeed.initialize`` becomes `ext.initialize`, and pipeline modules that it builds have their
+layers placed by ``ext.pipeline.partition``. A config that cannot work is refused before the script starts.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ext.config import check_config, read_ds_config
+from ext.core.errors import ConfigError, ExtError
+from ext.core.launch_env import check_launch_environment
+
+PATCHES = ("deepspeed_initialize",)
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 3
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``[option ...] script [argument ...]``; what stands before the script is passed on to it.
+
+    Returns:
+        0, 3 for a config that cannot work, 1 for another error of ours. What the script itself raises is its own.
+    """
+    try:
+        script, rest = _split(arguments)
+        _refuse_what_cannot_work(rest)
+        _run(script, rest)
+    except ExtError as error:
+        # Every rank fails with the same text; one of each machine says it.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - a command's answer
+        return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    return 0
+
+
+def _split(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The script and all other arguments; the launcher puts ``--local_rank=N`` in front of the script."""
+    for position, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            if not Path(argument).is_file():
+                raise ConfigError(f"the training script '{argument}' does not exist.")
+            return argument, [*arguments[:position], *arguments[position + 1 :]]
+    raise ConfigError("no training script given. Usage: deepspeed --module ext.run SCRIPT [ARGUMENT ...]")
+
+
+def _refuse_what_cannot_work(arguments: Sequence[str]) -> None:
+    problems = check_launch_environment(os.environ)
+    config = _option(arguments, "--deepspeed_config")
+    if config is not None:
+        world_size = os.environ.get("WORLD_SIZE")
+        found = check_config(read_ds_config(config), world_size=int(world_size) if world_size else None)
+        problems += [f"{problem.key}: {problem.message}" for problem in found]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == name:
+            return following
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _run(script: str, arguments: Sequence[str]) -> None:
+    import patches
+
+    for name in PATCHES:
+        patches.apply(name)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
