@@ -59,6 +59,19 @@ class Plan:
         """(stage, micro-batch) of every R that stands as an action of its own."""
         return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.R)
 
+    @cached_property
+    def split_backwards(self) -> frozenset[tuple[int, int]]:
+        """(stage, micro-batch) of every backward that runs as I and W."""
+        return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.I)
+
+    def max_deferred(self, rank: int) -> int:
+        """Most micro-batches of ``rank`` whose I has run and whose W has not."""
+        now = most = 0
+        for action in self.orders[rank]:
+            now += {Kind.I: 1, Kind.W: -1}.get(action.kind, 0)
+            most = max(most, now)
+        return most
+
     def to_text(self) -> str:
         """One line per rank; `parse_orders` reads it back."""
         return "\n".join(f"rank {rank}: {format_order(order)}" for rank, order in enumerate(self.orders))

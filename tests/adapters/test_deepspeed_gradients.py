@@ -25,7 +25,7 @@ from ext.testing.tiny_gpt import (
 
 pytestmark = pytest.mark.dist
 
-SCHEDULES = ("1f1b", "gpipe", "early_recompute", "last_no_recompute", "shifted_critical_path")
+SCHEDULES = ("1f1b", "gpipe", "early_recompute", "last_no_recompute", "shifted_critical_path", "zb_h1")
 
 
 @dataclass(frozen=True)
@@ -187,3 +187,39 @@ def test_three_stages_of_uneven_layers():
 def test_four_stages_and_two_pipelines_of_two():
     cases = _cases(4, (1, 8)) + _cases(2, (2, 4)) + _cases(2, (4,), bf16=True, zero=1, tied=True)
     _check(run_ranks(_run, 4, cases, timeout=120))
+
+
+def _run_broken(rank: int, world_size: int, breakage: str) -> list[dict[str, Any]]:
+    """The engine with one slot for all micro-batches, as the host has: of gradients, or of losses."""
+    from ext.adapters.deepspeed.engine import PlanPipelineEngine
+    from ext.runtime.channels import Receiver
+
+    if breakage == "gradients":
+        wait, slot = Receiver.wait, {}
+
+        def wait_into_one_slot(self: Any, microbatch: int) -> Any:
+            message = wait(self, microbatch)
+            if "gradient" not in self.name:
+                return message
+            # The slot is filled again before the backward of the micro-batch it was filled for.
+            slot[self], stale = message, slot.get(self, message)
+            return stale
+
+        Receiver.wait = wait_into_one_slot  # type: ignore[method-assign]
+    else:
+        backward = PlanPipelineEngine._backward_from_loss
+
+        def from_newest_loss(self: Any, microbatch: int) -> None:
+            newest = max(i for i, loss in enumerate(self.pipe_buffers["losses"]) if loss is not None)
+            losses = self.pipe_buffers["losses"]
+            losses[microbatch], losses[newest] = losses[newest], losses[microbatch]
+            backward(self, microbatch)
+
+        PlanPipelineEngine._backward_from_loss = from_newest_loss  # type: ignore[method-assign]
+    return _run(rank, world_size, [Case("gpipe", 5, 2)])
+
+
+@pytest.mark.parametrize("breakage", ["gradients"])
+def test_a_shared_gradient_slot_would_be_seen(breakage):
+    with pytest.raises(AssertionError, match="error"):
+        _check(run_ranks(_run_broken, 2, breakage))

@@ -35,9 +35,15 @@ class PlanPipelineEngine(PipelineEngine):
     """
 
     plan: Plan
+    # The host's own, which it does not declare.
+    module: Any
+    optimizer: Any
+    device: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Activations travel whole: the host's partitioned form has one gradient slot for all micro-batches.
+        self.is_pipe_partitioned = self.is_grad_partitioned = False
         config = ExtConfig.from_ds_config(kwargs["config_class"]._param_dict)
         assert config is not None, "the engine is chosen only where the config has an active 'ext' block"
         self.ext_config = config

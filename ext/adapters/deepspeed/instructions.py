@@ -28,6 +28,14 @@ class Backward(PipeInstruction):
     """Wait for the gradient of the outputs, then run the whole backward."""
 
 
+class InputGradients(PipeInstruction):
+    """Wait for the gradient of the outputs, then run the backward without its weight gradients."""
+
+
+class WeightGradients(PipeInstruction):
+    """Compute and accumulate the weight gradients that the micro-batch's `InputGradients` left."""
+
+
 class SendActivations(PipeInstruction):
     """Start sending the outputs to the next stage."""
 
@@ -52,6 +60,8 @@ INSTRUCTIONS: dict[Kind, type[PipeInstruction]] = {
     Kind.F: Forward,
     Kind.R: Recompute,
     Kind.B: Backward,
+    Kind.I: InputGradients,
+    Kind.W: WeightGradients,
     Kind.SEND_F: SendActivations,
     Kind.RECV_F: PostActivations,
     Kind.SEND_B: SendGradients,

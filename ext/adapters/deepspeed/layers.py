@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,12 @@ def _name_of(spec: Any) -> str:
     return getattr(spec, "__name__", type(spec).__name__)
 
 
-def replace_layers(module: PipelineModule, layers: Sequence[Any]) -> None:
-    """What the module's forward calls from now on; its parameters and checkpoint files stay as they are."""
+@contextmanager
+def layers_replaced(module: PipelineModule, layers: Sequence[Any]) -> Iterator[None]:
+    """While this lasts, the module's forward calls ``layers``; its parameters and checkpoint files stay as they are."""
+    kept = module.forward_funcs
     module.forward_funcs = list(layers)
+    try:
+        yield
+    finally:
+        module.forward_funcs = kept
