@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ext.pipeline.actions import Action, B, F, I, Kind, R, W
+from ext.pipeline.actions import Action, B, F, I, R, W
 from ext.pipeline.costs import StageCosts
 
 
@@ -70,21 +70,6 @@ def peak(loads: Iterable[Load], stage: StageCosts) -> float:
 def in_flight(loads: Iterable[Load]) -> int:
     """Most micro-batches that hold activations at once."""
     return max(load.kept for load in loads)
-
-
-def posted_receives(order: Iterable[Action]) -> tuple[int, int]:
-    """Most inputs, and most gradients of outputs, that are received ahead of the action that takes them."""
-    taken_by = {F: Kind.RECV_F, B: Kind.RECV_B, I: Kind.RECV_B}
-    waiting: dict[Kind, int] = dict.fromkeys((Kind.RECV_F, Kind.RECV_B), 0)
-    most = dict(waiting)
-    for action in order:
-        if action.kind in waiting:
-            waiting[action.kind] += 1
-            most[action.kind] = max(most[action.kind], waiting[action.kind])
-        elif action.kind in taken_by:
-            kind = taken_by[action.kind]
-            waiting[kind] = max(0, waiting[kind] - 1)
-    return most[Kind.RECV_F], most[Kind.RECV_B]
 
 
 def _covers(one: Load, other: Load) -> bool:

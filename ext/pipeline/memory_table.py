@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ext.cost.profile import parameters_of
-from ext.cost.states import StateBytes, States
-from ext.pipeline.memory import heaviest_loads, in_flight, peak, posted_receives
+from ext.cost.states import States
+from ext.pipeline.memory import heaviest_loads, in_flight, peak
 from ext.pipeline.plan import Plan
-from ext.pipeline.stage_model import Stage
+from ext.pipeline.stage_model import PipelineProfile
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -63,46 +62,28 @@ class StageMemory:
         return self.budget is not None and self.total > self.budget
 
 
-def predict(
-    plan: Plan,
-    stages: Sequence[Stage],
-    state_bytes: StateBytes,
-    *,
-    budgets: Sequence[int] | None = None,
-    max_unfinished_sends: int = 0,
-) -> list[StageMemory]:
+def predict(plan: Plan, profile: PipelineProfile, budgets: Sequence[int] | None = None) -> list[StageMemory]:
     """The memory of every stage of a linear plan, by stage.
 
     Args:
         plan: with one stage per rank.
-        stages: the profiled layers of each stage.
-        state_bytes: of parameters, gradients and optimizer.
+        profile: of these stages.
         budgets: bytes that each stage's rank may hold.
-        max_unfinished_sends: messages that a channel keeps until they have left.
     """
     rows = []
-    for index, stage in enumerate(stages):
-        order = plan.orders[plan.rank_of[index]]
-        loads = heaviest_loads(order)
-        costs = stage.costs(plan.recomputed_layers[index])
-        flying = in_flight(loads)
-        inputs, gradients = posted_receives(order)
-        sends = min(plan.num_microbatches, max_unfinished_sends)
-        messages = inputs * stage.input_bytes + gradients * stage.output_bytes if plan.num_stages > 1 else 0
-        if index:
-            messages += sends * stage.input_bytes
-        messages += max(0, sends - flying) * stage.output_bytes
+    for index, stage in enumerate(profile.stages):
+        loads = heaviest_loads(plan.orders[plan.rank_of[index]])
         rows.append(
             StageMemory(
                 stage=index,
                 layers=plan.layers_per_stage[index],
                 recomputed=plan.recomputed_layers[index],
-                in_flight=flying,
-                states=state_bytes.of(*parameters_of(stage.layers)),
-                activations=round(peak(loads, costs)),
-                loss=flying * stage.loss_bytes,
+                in_flight=in_flight(loads),
+                states=profile.states(index),
+                activations=round(peak(loads, stage.costs(plan.recomputed_layers[index]))),
+                loss=in_flight(loads) * stage.loss_bytes,
                 transient=stage.transient,
-                messages=messages,
+                messages=profile.messages(index),
                 budget=None if budgets is None else budgets[index],
             )
         )

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ext.cost.profile import LayerProfile
+from ext.cost.profile import LayerProfile, parameters_of
+from ext.cost.states import StateBytes, States
 from ext.pipeline.costs import StageCosts
+from ext.pipeline.passes import DEFAULT_LOOKAHEAD
 
 Storages = frozenset[int]
+
+NUM_POSTED = DEFAULT_LOOKAHEAD + 1
+"""Most receives of one channel that wait for the action which takes them."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,10 @@ class Stage:
             message=self.output_bytes,
         )
 
-    def every_cost(self) -> Iterator[StageCosts]:
-        """The costs for 0, 1, ... recomputed layers."""
-        return (self.costs(count) for count in range(len(self.recomputable) + 1))
-
     def model(self, fixed: float = 0.0, *, may_recompute: bool = True) -> StageModel:
         """All choices of this stage; only that of keeping everything where it must not recompute."""
-        return StageModel(tuple(self.every_cost()) if may_recompute else (self.costs(0),), fixed)
+        most = len(self.recomputable) if may_recompute else 0
+        return StageModel(tuple(self.costs(count) for count in range(most + 1)), fixed)
 
     def _held(self, dropped: Sequence[int]) -> list[Storages]:
         """What autograd holds for each layer between forward and backward."""
@@ -136,3 +138,40 @@ class Stage:
 
     def _bytes(self, storages: Iterable[int]) -> int:
         return sum(self._sizes[storage] for storage in storages)
+
+
+@dataclass(frozen=True)
+class PipelineProfile:
+    """What is known of a pipeline's stages.
+
+    Attributes:
+        stages: their profiled layers, by stage.
+        state_bytes: of parameters, gradients and optimizer.
+        max_unfinished_sends: messages of one channel that are kept until they have left.
+    """
+
+    stages: tuple[Stage, ...]
+    state_bytes: StateBytes
+    max_unfinished_sends: int = 0
+
+    def states(self, stage: int) -> States:
+        """Parameters, gradients and optimizer of a stage."""
+        return self.state_bytes.of(*parameters_of(self.stages[stage].layers))
+
+    def messages(self, stage: int) -> int:
+        """Most bytes of tensors that wait to be taken or to leave, beside those of micro-batches in flight."""
+        if len(self.stages) == 1:
+            return 0
+        ends = self.stages[stage].input_bytes + self.stages[stage].output_bytes
+        return (NUM_POSTED + self.max_unfinished_sends) * ends
+
+    def fixed(self, stage: int) -> int:
+        """Bytes that a stage holds beside the activations of micro-batches in flight."""
+        return self.states(stage).total + self.stages[stage].transient + self.messages(stage)
+
+    def models(self, may_recompute: Callable[[int], bool]) -> list[StageModel]:
+        """The choices of every stage, for a schedule that may recompute where it says so."""
+        return [
+            stage.model(self.fixed(index), may_recompute=may_recompute(index))
+            for index, stage in enumerate(self.stages)
+        ]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import truediv
 from typing import Literal
 
 from ext.core.errors import ConfigError, InfeasibleError
 from ext.pipeline.costs import Costs
-from ext.pipeline.memory import Load, heaviest_loads, peak
-from ext.pipeline.passes import place_recomputes
+from ext.pipeline.fit import ROUNDING, Fit, fewest_recomputed, stage_loads, step_time
 from ext.pipeline.schedule import Schedule
 from ext.pipeline.stage_model import StageModel
-from ext.pipeline.timing import OrderCosts
 from ext.recompute.policy import POLICIES, FullRecompute, PolicyConfig
-
-ROUNDING = 1 + 1e-9
 
 
 class BudgetError(InfeasibleError, ConfigError):
@@ -85,51 +81,42 @@ class StageAware(ProfiledPolicy):
         budgets: Sequence[float],
         show: Callable[[float], str] = "{:.4g}".format,
     ) -> Choice:
-        outcomes = [_fit(variant, stages, budgets) for variant in schedule.variants()]
-        choices = [outcome for outcome in outcomes if isinstance(outcome, Choice)]
+        choices = [
+            choice
+            for variant, fits in _fits(schedule, stages, budgets)
+            if (choice := _choice(variant, stages, fits)) is not None
+        ]
         if not choices:
-            # Of the variants, that which misses the budgets least.
-            needs = [outcome for outcome in outcomes if not isinstance(outcome, Choice)]
-            smallest = min(needs, key=lambda need: max(map(truediv, need, budgets)))
-            raise BudgetError(*_too_small(schedule, smallest, budgets, show))
+            raise BudgetError(*_too_small(schedule, smallest_budgets(schedule, stages, budgets), budgets, show))
         return min(choices, key=lambda choice: choice.step_time)
 
 
-def _fit(schedule: Schedule, stages: Sequence[StageModel], budgets: Sequence[float]) -> Choice | tuple[float, ...]:
-    """The fewest recomputed layers that fit under one order, or the smallest budgets that would do."""
-    counts, memory, smallest = [], [], []
-    for stage, (model, budget) in enumerate(zip(stages, budgets, strict=True)):
-        keeping, recomputing = stage_loads(schedule, stage)
-        held = [peak(recomputing if count else keeping, costs) + model.fixed for count, costs in enumerate(model.costs)]
-        fits = [count for count, size in enumerate(held) if size <= budget * ROUNDING]
-        counts.append(fits[0] if fits else None)
-        memory.append(held[fits[0]] if fits else min(held))
-        smallest.append(min(held))
-    recomputed = tuple(count for count in counts if count is not None)
-    if len(recomputed) < len(counts):
-        return tuple(smallest)
+def smallest_budgets(schedule: Schedule, stages: Sequence[StageModel], budgets: Sequence[float]) -> tuple[float, ...]:
+    """By stage, the least that it can be given: under the variant of the schedule that misses the budgets least."""
+    needs = [tuple(fit.memory for fit in fits) for _, fits in _fits(schedule, stages, [0.0] * len(budgets))]
+    return min(needs, key=lambda need: max(map(truediv, need, budgets)))
+
+
+def _fits(
+    schedule: Schedule, stages: Sequence[StageModel], budgets: Sequence[float]
+) -> Iterator[tuple[Schedule, list[Fit]]]:
+    for variant in schedule.variants():
+        yield (
+            variant,
+            [
+                fewest_recomputed(stage_loads(variant, stage), model, budget)
+                for stage, (model, budget) in enumerate(zip(stages, budgets, strict=True))
+            ],
+        )
+
+
+def _choice(schedule: Schedule, stages: Sequence[StageModel], fits: Sequence[Fit]) -> Choice | None:
+    """None where some stage does not fit."""
+    recomputed = tuple(fit.num_recomputed for fit in fits if fit.num_recomputed is not None)
+    if len(recomputed) < len(fits):
+        return None
     costs = Costs(tuple(model.costs[count] for model, count in zip(stages, recomputed, strict=True)))
-    return Choice(schedule, recomputed, step_time(schedule, recomputed, costs), tuple(memory))
-
-
-def stage_loads(schedule: Schedule, stage: int) -> tuple[tuple[Load, ...], tuple[Load, ...]]:
-    """The heaviest moments of a stage's rank where it keeps everything, and where it recomputes."""
-    rank = schedule.rank_of[stage]
-    order, early = schedule.order(rank), schedule.early_recomputes(rank)
-    keeping, recomputing = (heaviest_loads(place_recomputes(order, early, stages)) for stages in ((), (stage,)))
-    return keeping, recomputing
-
-
-def step_time(schedule: Schedule, recomputed: Sequence[int], costs: Costs) -> float:
-    """Simulated time of a step whose stages recompute so many layers."""
-    model = OrderCosts(costs, schedule.rank_of, schedule.shape.num_microbatches)
-    recomputing = [stage for stage, count in enumerate(recomputed) if count]
-    return model.step_time(
-        [
-            model.codes.encode(place_recomputes(schedule.order(rank), schedule.early_recomputes(rank), recomputing))
-            for rank in range(schedule.shape.num_ranks)
-        ]
-    )
+    return Choice(schedule, recomputed, step_time(schedule, recomputed, costs), tuple(fit.memory for fit in fits))
 
 
 def _too_small(
