@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ext.core.launch_env import check_launch_environment
 PATCHES = ("deepspeed_initialize",)
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 3
+_HEAD_START_S = 2.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,9 +36,11 @@ def main(arguments: Sequence[str]) -> int:
         _refuse_what_cannot_work(rest)
         _run(script, rest)
     except ExtError as error:
-        # Every rank fails with the same text; one of each machine says it.
+        # Every rank fails with the same text and one of each machine says it, before the launcher ends them all.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - a command's answer
+        else:
+            time.sleep(_HEAD_START_S)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     return 0
 
@@ -63,9 +67,9 @@ def _refuse_what_cannot_work(arguments: Sequence[str]) -> None:
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for position, argument in enumerate(arguments):
         if argument == name:
-            return following
+            return arguments[position + 1] if position + 1 < len(arguments) else None
         if argument.startswith(f"{name}="):
             return argument.partition("=")[2]
     return None

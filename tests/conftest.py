@@ -2,10 +2,12 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("EXT_RUN_DIR", tempfile.mkdtemp(prefix="ext-tests-"))
 # One place for compiled extensions, shared with no other environment: see run_scripts/setup_env.sh.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 # Extensions are built again whenever another release of ninja looks at them: always take this environment's.
