@@ -9,6 +9,7 @@ from typing import Any
 from ext.config import check_config
 from ext.config.source import read_ds_config
 from ext.core.errors import ConfigError
+from ext.core.launch_env import check_launch_environment
 from gpt import corpus
 from gpt.arguments import Arguments
 
@@ -49,12 +50,15 @@ def check(arguments: Arguments) -> tuple[dict[str, Any], int]:
 
 
 def _require_launcher(environment: Mapping[str, str]) -> None:
+    problems = check_launch_environment(environment)
+    if problems:
+        raise ConfigError(*problems)
     missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} not set: this process does not know its place among the ranks. Start it with "
             f"run_scripts/pretrain_gpt.sh, with 'deepspeed --num_accelerators N run_scripts/pretrain_gpt.py', or set "
-            f"{', '.join(LAUNCHER_VARIABLES)} from what mpirun or Slurm provide."
+            f"{', '.join(LAUNCHER_VARIABLES)} in each process."
         )
 
 
