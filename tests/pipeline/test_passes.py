@@ -72,6 +72,18 @@ def test_receives_follow_the_order_of_the_sends_where_they_are_used_in_another()
     assert received == "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
 
 
+def test_a_receive_is_posted_earlier_where_blocking_sends_would_wait_for_ever():
+    # Just in time, rank 0 would wait in its third send for 1RECV_F2, and rank 1 in its first for 0RECV_B0.
+    first, second = communicate(["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"], lookahead=0)
+    assert first == (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0F3 0RECV_B0 0SEND_F3 0B0 0RECV_B1 0B1 0RECV_B2 0B2 0RECV_B3 0B3"
+    )
+    # 1RECV_F2 moved to where rank 1 waited; all others stand just before their use.
+    assert second == (
+        "1RECV_F0 1F0 1B0 1RECV_F1 1RECV_F2 1SEND_B0 1F1 1B1 1RECV_F3 1SEND_B1 1F2 1B2 1SEND_B2 1F3 1B3 1SEND_B3"
+    )
+
+
 @st.composite
 def chunked_orders(draw):
     """Any placement of up to 6 stages on up to 3 ranks, with each rank's actions in any order."""
