@@ -11,6 +11,8 @@ from ext.config.problems import Problem, Violations, validate
 from ext.core.errors import ConfigError
 from ext.core.model import StrictModel
 from ext.core.registry import Registry
+from ext.moe.dispatcher import DISPATCHERS, DispatcherConfig
+from ext.moe.router import RouterConfig
 from ext.pipeline.schedule import SCHEDULES, ScheduleConfig
 from ext.recompute.policy import POLICIES, PolicyConfig
 
@@ -84,6 +86,10 @@ def _schedule(value: Any) -> Any:
     return _registered(SCHEDULES, value)
 
 
+def _dispatcher(value: Any) -> Any:
+    return _registered(DISPATCHERS, value)
+
+
 def _policy(value: Any) -> Any:
     config = _registered(POLICIES, value)
     _check_layers(getattr(config, "layers", None), at_least=0)
@@ -111,12 +117,6 @@ class Partition(StrictModel):
             raise ConfigError(f"'layers' goes with the type '{release.PER_STAGE}' and with no other.")
         _check_layers(self.layers, at_least=1)
         return self
-
-
-class Dispatcher(StrictModel):
-    """Which all-to-all moves tokens to their experts."""
-
-    type: str = key("linear", "The all-to-all of an MoE layer.", "the name of a dispatcher")
 
 
 class PipelineBlock(Block):
@@ -188,8 +188,12 @@ class MoeBlock(Block):
 
     where = "moe."
 
-    dispatcher: Annotated[Dispatcher, BeforeValidator(_options)] = Field(
-        default_factory=Dispatcher, description="The all-to-all that moves tokens to their experts and back."
+    dispatcher: Annotated[SerializeAsAny[DispatcherConfig], BeforeValidator(_dispatcher)] = Field(
+        default_factory=lambda: _dispatcher("linear"),
+        description="The all-to-all that moves tokens to their experts and back.",
+    )
+    router: RouterConfig = Field(
+        default_factory=RouterConfig, description="How tokens choose experts; by default as the host does."
     )
     parallelism: Count | Literal["auto"] = key(
         1, "Ranks r over which the weights of one expert are spread.", "a whole number above 0, or 'auto'"

@@ -10,6 +10,7 @@ from ext.config.problems import shown
 from ext.core.errors import ConfigError, nearest
 from ext.core.model import StrictModel
 from ext.core.registry import Registry
+from ext.moe.dispatcher import DISPATCHERS
 from ext.pipeline.schedule import SCHEDULES
 from ext.recompute.policy import POLICIES
 
@@ -43,7 +44,7 @@ BUILT: dict[str, bool | dict[str, bool]] = {
         "none": True,
         "full": True,
         PER_STAGE: True,
-        "stage_aware": False,
+        "stage_aware": True,
         "lynx_heu": False,
         "lynx_opt": False,
         "auto": False,
@@ -51,25 +52,30 @@ BUILT: dict[str, bool | dict[str, bool]] = {
         "unified": False,
         OWN: False,
     },
-    "recompute.memory_budget_gib": False,
+    "recompute.memory_budget_gib": True,
     "recompute.overlap": False,
     "tensor_parallel.sub_pipeline": False,
     "moe.dispatcher": {
-        "linear": False,
-        "hierarchical": False,
-        "auto": False,
-        OWN: False,
+        "linear": True,
+        "hierarchical": True,
+        "auto": True,
+        OWN: True,
     },
     "moe.parallelism": False,
     "moe.pipeline_degree": False,
-    "moe.topology.ranks_per_node": False,
-    "trace.path": False,
-    "trace.steps": False,
+    "moe.topology.ranks_per_node": True,
+    "moe.router": True,
+    "trace.path": True,
+    "trace.steps": True,
     "watchdog": False,
     "self_check": False,
 }
 
-_REGISTRIES: dict[str, Registry[Any]] = {"pipeline.schedule": SCHEDULES, "recompute.policy": POLICIES}
+_REGISTRIES: dict[str, Registry[Any]] = {
+    "pipeline.schedule": SCHEDULES,
+    "recompute.policy": POLICIES,
+    "moe.dispatcher": DISPATCHERS,
+}
 
 
 def named(key: str) -> bool:

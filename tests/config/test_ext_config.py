@@ -387,7 +387,27 @@ class TestValues:
             ),
             ("recompute.overlap", [True, False], [0, "true", []]),
             ("tensor_parallel.sub_pipeline", [1, 2], [0, 3, True, 1.0, "1"]),
-            ("moe.dispatcher", ["linear", "auto"], [1, "rail", ["linear"]]),
+            (
+                "moe.dispatcher",
+                [
+                    "linear",
+                    "auto",
+                    {"type": "hierarchical", "order": "node_first"},
+                    {"type": "auto", "probe_seconds": 1},
+                ],
+                [
+                    1,
+                    "rail",
+                    ["linear"],
+                    {"type": "linear", "order": "node_first"},
+                    {"type": "auto", "probe_seconds": 0},
+                ],
+            ),
+            (
+                "moe.router",
+                [{}, {"priority": "batch", "z_loss": 0.001}, {"loss": "none", "bias_rate": 0.01}],
+                [3, "host", {"priority": "bath"}, {"z_loss": -1}, {"aux_loss_weight": "1"}],
+            ),
             ("moe.parallelism", [1, 4, "auto"], [0, -1, 1.0, True, "4", []]),
             ("moe.pipeline_degree", [2, "auto"], [0, "two", None.__class__]),
             ("moe.topology", [{}, {"ranks_per_node": 8}], [8, {"ranks_per_node": 0}, {"ranks_per_node": "8"}, []]),

@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 import patches
-from ext.adapters.deepspeed import resolve
+from ext.adapters.deepspeed import moe, resolve
 from ext.adapters.deepspeed.engine import PlanPipelineEngine
 from ext.adapters.deepspeed.layers import LayerInventory
 from ext.config import ExtConfig, check_config
@@ -37,21 +37,27 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return _host_initialize(*args, **kwargs)
     assert raw is not None
     _refuse_what_cannot_work(arguments["model"], config, raw)
+    if config.moe is not None:
+        moe.convert(arguments["model"], config.moe.router)
     arguments["model_parameters"] = _with_something_to_train(arguments)
     with patches.applied("deepspeed_pipeline_engine"):
         result = _host_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
-    if isinstance(engine, PlanPipelineEngine) and engine.global_rank == 0:
-        resolve.write_resolved(config, engine.resolution)
-        print(resolve.summary(engine.resolution), file=sys.stderr, flush=True)  # noqa: T201 - the promised line
+    if config.moe is not None:
+        moe.connect(engine, config.moe.dispatcher, config.moe.topology.ranks_per_node)
+    resolution = getattr(engine, "resolution", None)
+    if engine.global_rank == 0 and (resolution is not None or config.moe is not None):
+        resolve.write_resolved(config, resolution)
+        print(resolve.summary(config, resolution), file=sys.stderr, flush=True)  # noqa: T201 - the promised line
     return result
 
 
 def describe(engine: Any) -> dict[str, Any]:
     """See `ext.describe`."""
+    dispatcher = moe.describe(engine)
     if not isinstance(engine, PlanPipelineEngine):
-        inactive = ("schedule", "policy", "partition", "dispatcher", "plan_hash", "orders", "recomputes")
-        return {"active": False, **dict.fromkeys(inactive)}
+        inactive = ("schedule", "policy", "partition", "plan_hash", "orders", "recomputes")
+        return {"active": dispatcher is not None, **dict.fromkeys(inactive), "dispatcher": dispatcher}
     plan, config = engine.plan, engine.ext_config
     return {
         "active": True,
@@ -61,7 +67,7 @@ def describe(engine: Any) -> dict[str, Any]:
             "type": "module" if config.pipeline is None else config.pipeline.partition.type,
             "layers_per_stage": list(plan.layers_per_stage),
         },
-        "dispatcher": None,
+        "dispatcher": dispatcher,
         "plan_hash": plan.hash,
         "orders": dict(plan.to_json()),
         "recomputes": {str(stage): count for stage, count in engine.recomputes.items()},
@@ -94,6 +100,8 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
                 f"{', '.join(blocks)}: needs a pipeline model, found {type(model).__name__}. Build a "
                 "deepspeed.pipe.PipelineModule, or remove the block."
             )
+        if config.moe is not None:
+            problems += moe.problems(model)
         raise_if_any(problems)
         return
     if isinstance(model, DualPipeVModule):
@@ -118,6 +126,8 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
         for stage, count in enumerate(inventory.layers_per_stage)
         if count == 0
     ]
+    if config.moe is not None:
+        problems += moe.problems(model, num_stages or 1)
     raise_if_any(problems)
 
 

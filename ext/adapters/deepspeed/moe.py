@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
@@ -25,33 +25,39 @@ from ext.moe.dispatchers.base import Dispatcher
 from ext.moe.router import RouterConfig
 
 
-def convert(model: nn.Module, router: RouterConfig | None = None, num_stages: int = 1) -> list[DispatchMOELayer]:
+def problems(model: nn.Module, num_stages: int = 1) -> list[str]:
+    """Everything about the MoE layers of ``model`` that cannot work, by layer; the same on every rank.
+
+    Collective over the world for a PipelineModule, of which each rank sees its own layers only.
+
+    Args:
+        model: any module.
+        num_stages: pipeline stages, to know the data-parallel size.
+    """
+    found = [problem for name, moe in _moe_layers(model) for problem in _problems(name, moe, num_stages)]
+    if not isinstance(model, PipelineModule):
+        return found
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, found)
+    return list(dict.fromkeys(problem for of_rank in everyone for problem in of_rank))
+
+
+def convert(model: nn.Module, router: RouterConfig | None = None) -> None:
     """Replace the inside of every DeepSpeed MoE layer of ``model``; parameters and their names stay.
 
-    Without communication; to be called before the engine is built, on every rank.
+    Without communication; to be called before the engine is built, on every rank, where there are no `problems`.
 
     Args:
         model: any module, also a PipelineModule (this rank's layers).
         router: options for all routers; absent: as DeepSpeed has them.
-        num_stages: pipeline stages, to know the data-parallel size.
-
-    Raises:
-        ConfigError: everything that cannot work, by layer.
     """
     config = RouterConfig() if router is None else router
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
-    problems = [problem for name, moe in found for problem in _problems(name, moe, num_stages)]
-    if problems:
-        raise ConfigError(*problems)
-    layers = []
-    for name, moe in found:
+    for name, moe in _moe_layers(model):
         if not isinstance(moe.deepspeed_moe, DispatchMOELayer):
             moe.deepspeed_moe = DispatchMOELayer(moe.deepspeed_moe, name, config)
             if type(moe) is MoE:
                 # The object stays, since the model and a pipeline's list of layers may hold it elsewhere too.
                 moe.__class__ = DispatchMoE
-        layers.append(moe.deepspeed_moe)
-    return layers
 
 
 def connect(
@@ -67,13 +73,19 @@ def connect(
         ranks_per_node: see `ext.comm.topology.rank_groups`.
 
     Raises:
-        ConfigError: on all ranks, where ``ranks_per_node`` does not fit.
+        ConfigError: on all ranks, where ``ranks_per_node`` does not fit, or no rank has an MoE layer.
     """
-    layers = [module for module in engine.module.modules() if isinstance(module, DispatchMOELayer)]
+    layers = layers_of(engine)
     names = sorted({layer.ep_group_name for layer in layers})
     by_name = dict(
         zip(names, rank_groups([groups._get_expert_parallel_group(n) for n in names], ranks_per_node), strict=True)
     )
+    everyone: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, len(layers))
+    if not any(everyone):
+        raise ConfigError(
+            "ext.moe: the model has no layer of deepspeed.moe.layer.MoE. Use one, or remove the 'moe' block."
+        )
     factory = DISPATCHERS.get("linear" if dispatcher is None else dispatcher.type)(dispatcher)
     built: dict[tuple[str, int], Dispatcher] = {}
     for layer in layers:
@@ -81,7 +93,7 @@ def connect(
         if key not in built:
             built[key] = factory.build(by_name[key[0]], key[1])
         layer.dispatcher = built[key]
-        layer.loss_scale = lambda: float(engine.loss_scale()) / engine.gradient_accumulation_steps()
+        layer.loss_scale = lambda: _loss_scale(engine)
     if engine.has_moe_layers:
         count_experts_once(engine)
         load_across_expert_sizes(engine)
@@ -89,27 +101,36 @@ def connect(
     return layers
 
 
-def describe(layers: Sequence[DispatchMOELayer]) -> str | None:
-    """What the dispatchers of these layers do, for `ext.describe`; None without layers."""
-    texts = dict.fromkeys(layer.dispatcher.describe() for layer in layers if layer.dispatcher is not None)
-    return "; ".join(texts) or None
+def layers_of(engine: Any) -> list[DispatchMOELayer]:
+    """The converted layers on this rank."""
+    return [module for module in engine.module.modules() if isinstance(module, DispatchMOELayer)]
+
+
+def describe(engine: Any) -> str | None:
+    """What the dispatchers of this rank's layers do, for `ext.describe`; None without a converted layer."""
+    found = [layer.dispatcher for layer in layers_of(engine)]
+    return "; ".join(dict.fromkeys(dispatcher.describe() for dispatcher in found if dispatcher is not None)) or None
+
+
+def _moe_layers(model: nn.Module) -> list[tuple[str, MoE]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
 
 
 def _problems(name: str, moe: MoE, num_stages: int) -> list[str]:
     """What cannot work about one layer."""
-    problems = []
+    found = []
     layer, gate = moe.deepspeed_moe, moe.deepspeed_moe.gate
     where = f"MoE layer {name}"
     if not isinstance(layer, DispatchMOELayer):
         if type(layer) is not MOELayer:
-            problems.append(
+            found.append(
                 f"{where}: its deepspeed_moe is a {type(layer).__name__}, whose forward ext.moe would replace. "
                 "Use deepspeed.moe.layer.MoE as it is, or remove the 'moe' block."
             )
         elif layer.use_tutel:
-            problems.append(f"{where}: use_tutel and ext.moe both replace the dispatch. Remove one of them.")
+            found.append(f"{where}: use_tutel and ext.moe both replace the dispatch. Remove one of them.")
         if type(gate) is not TopKGate:
-            problems.append(
+            found.append(
                 f"{where}: its gate is a {type(gate).__name__}, whose routing ext.moe would replace. Use "
                 "deepspeed.moe.sharded_moe.TopKGate, or remove the 'moe' block."
             )
@@ -117,18 +138,24 @@ def _problems(name: str, moe: MoE, num_stages: int) -> list[str]:
             try:
                 check_top_k(gate.k, moe.num_experts, name)
             except ConfigError as error:
-                problems += error.problems
+                found += error.problems
     if groups.mpu is not None and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
-        problems.append(f"{where}: ext.moe does not work with tensor parallelism yet. Remove the 'moe' block.")
+        found.append(f"{where}: ext.moe does not work with tensor parallelism yet. Remove the 'moe' block.")
     data_parallel = _world_size() // num_stages
     if data_parallel and data_parallel % moe.ep_size:
         legal = [n for n in range(1, data_parallel + 1) if data_parallel % n == 0 and moe.num_experts % n == 0]
-        problems.append(
+        found.append(
             f"{where}: ep_size = {moe.ep_size} does not divide the {data_parallel} data-parallel ranks"
             f"{f' of each of the {num_stages} stages' if num_stages > 1 else ''} ({moe.num_experts} experts). "
             f"Use ep_size {', '.join(map(str, legal))}, or another number of ranks."
         )
-    return problems
+    return found
+
+
+def _loss_scale(engine: Any) -> float:
+    """What the engine multiplies the loss of a micro-batch with before its backward."""
+    scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+    return scale / engine.gradient_accumulation_steps()
 
 
 def _world_size() -> int:
