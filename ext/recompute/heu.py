@@ -20,7 +20,7 @@ from ext.recompute.scan import can_scan, scan
 from ext.recompute.table import UnitTable
 
 DEFAULT_TIME_LIMIT = 0.2
-RELATIVE_GAP = 1e-3
+RELATIVE_GAP = 0.0
 _SCALE = 1e6
 _MARGIN = 1 - 2e-6
 """Of the memory where HiGHS, which takes a row as kept when it is off by 1e-6, went over it."""

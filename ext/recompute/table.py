@@ -11,6 +11,9 @@ KEEP = "keep"
 UNUSED = "unused"
 """Neither kept nor recomputed: nothing that is recomputed reads it, nor does the backward."""
 
+OPAQUE = "layer"
+"""The single unit that a layer without units is to tables and solvers."""
+
 
 @dataclass(frozen=True)
 class UnitTable:

@@ -80,6 +80,20 @@ def units_of(layer: HasUnits) -> LayerUnits:
     return units if isinstance(units, LayerUnits) else LayerUnits(tuple(units))
 
 
+def run_units(units: LayerUnits, inputs: Sequence[Any]) -> Any:
+    """The plain forward of a layer made of units: one after another, each value forgotten after its last reader."""
+    values = dict(zip(units.inputs, inputs, strict=True))
+    last = {name: i for i, unit in enumerate(units.units) for name in unit.inputs}
+    for i, unit in enumerate(units.units):
+        arguments = [values[name] for name in unit.inputs]
+        for name in unit.inputs:
+            if last[name] == i and name not in units.outputs:
+                values.pop(name, None)
+        values[unit.name] = unit.fn(*arguments)
+    outputs = [values[name] for name in units.outputs]
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
 def check_graph(nodes: Iterable[tuple[str, tuple[str, ...]]], inputs: Iterable[str]) -> None:
     """Checks that names are unique and that every unit's inputs come before it.
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ext.recompute.units import ATTENTION, MLP
 
 ON_DEMAND = "C"
+BEFORE_BACKWARD = ("F1", "F2", "P")
+"""Windows that end before a micro-batch's backward; the last one catches what the others did not do."""
 _ON_DEMAND_POSITION = {MLP: 50, ATTENTION: 70}
 
 

@@ -180,7 +180,7 @@ def test_overlap_is_never_worse_than_on_demand(bandwidth, flash):
         on_demand = solve_heu(replace(problem, windows=()))
         overlapped = solve_heu(problem)
         assert violations(problem, overlapped.tables[0]) == []
-        assert overlapped.exposed <= on_demand.exposed * (1 + 2e-3)
+        assert overlapped.exposed <= on_demand.exposed * (1 + 1e-9)
 
 
 def test_scan_and_integer_program_agree_on_a_transformer_layer():
