@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.pipe import engine as host
@@ -15,15 +15,29 @@ from torch import Tensor
 from ext.adapters.deepspeed import instructions, resolve
 from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
+from ext.adapters.deepspeed.tracing import Tracer
 from ext.config import ExtConfig
 from ext.core.errors import DataError
+from ext.pipeline.actions import Kind
 from ext.pipeline.plan import Plan
+from ext.pipeline.trace import LOAD
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
 from ext.runtime.channels import Links, Message, TensorSpec, as_tuple
 from ext.runtime.guard import FailureGuard
+from ext.runtime.recorder import Recorder, clock_for
 from ext.runtime.split_backward import WeightGradQueue
 
 logger = logging.getLogger(__name__)
+
+
+def _recorded(kind: Kind, handler: Callable[..., None]) -> Callable[..., None]:
+    """The handler of a kind of action, as an instruction's."""
+
+    def run(engine: PlanPipelineEngine, stage: int, microbatch: int) -> None:
+        with engine.recorder.action(kind, stage, microbatch):
+            handler(engine, stage, microbatch)
+
+    return run
 
 
 class PlanPipelineEngine(PipelineEngine):
@@ -59,6 +73,16 @@ class PlanPipelineEngine(PipelineEngine):
         self._weight_grads = WeightGradQueue(limit=0)
         self._guard = FailureGuard()
         self._links: Links | None = None
+        self.recorder = Recorder(clock_for(torch.device(self.device)))
+        self._tracer = Tracer.of(config, self._guard)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        step = self.global_steps
+        with self.recorder.step(step):
+            loss = super().train_batch(data_iter)
+        if self._tracer is not None:
+            self._tracer.after_step(self, step)
+        return loss
 
     # -- schedules -----------------------------------------------------------------------------------------
 
@@ -66,6 +90,7 @@ class PlanPipelineEngine(PipelineEngine):
         if self.plan.num_microbatches != self.micro_batches:
             self.resolution = resolve.resolve(self.ext_config, self.inventory, self.num_stages, self.micro_batches)
             self.plan = self.resolution.plan
+            self.recorder.clear()
         self.recomputes = dict.fromkeys(self.plan.stages_of(self.stage_id), 0)
         self._weight_grads = WeightGradQueue(self.plan.max_deferred(self.stage_id))
         return instructions.PlanSchedule(self.plan, self.stage_id, training=True)
@@ -92,6 +117,7 @@ class PlanPipelineEngine(PipelineEngine):
     def _exec_finish_step(self) -> None:
         self._channels.drain()
         self._guard.agree(None)
+        self.recorder.actions_done(self.stage_id)
 
     def _abandon_step(self) -> None:
         """Leave nothing of a failed step behind: no channel, buffer, gradient or running timer."""
@@ -116,9 +142,10 @@ class PlanPipelineEngine(PipelineEngine):
 
     def _exec_plan_forward(self, stage: int, microbatch: int) -> None:
         if self.is_first_stage() or self.is_last_stage():
-            self._load_up_to(microbatch)
+            with self.recorder.waiting(LOAD, stage, microbatch):
+                self._load_up_to(microbatch)
         if not self.is_first_stage():
-            with self._timed(host.PIPE_RECV_INPUT_TIMER):
+            with self._timed(host.PIPE_RECV_INPUT_TIMER), self.recorder.waiting(str(Kind.RECV_F), stage, microbatch):
                 inputs = self._channels.inputs_from(self.plan.rank_of[stage - 1]).wait(microbatch)
             self.pipe_buffers["inputs"][microbatch] = inputs
         with self._layers_as_planned(stage, microbatch):
@@ -183,7 +210,7 @@ class PlanPipelineEngine(PipelineEngine):
         self.loss = self.loss.detach()
 
     def _backward_from_gradient(self, stage: int, microbatch: int) -> None:
-        with self._timed(host.PIPE_RECV_GRAD_TIMER):
+        with self._timed(host.PIPE_RECV_GRAD_TIMER), self.recorder.waiting(str(Kind.RECV_B), stage, microbatch):
             received = self._channels.output_grads_from(self.plan.rank_of[stage + 1]).wait(microbatch)
         gradients = as_tuple(received)
         outputs = [t for t in as_tuple(self.pipe_buffers["outputs"][microbatch]) if t.requires_grad]
@@ -210,7 +237,8 @@ class PlanPipelineEngine(PipelineEngine):
         if dropped:
             regions = MicrobatchRegions(self._trackers)
             self.pipe_buffers["regions"][microbatch] = regions
-            layers = [DroppedLayer(layer, regions) if i in dropped else layer for i, layer in enumerate(layers)]
+            again = [self.recorder.with_reruns(layer, stage, microbatch) for layer in layers]
+            layers = [DroppedLayer(again[i], regions) if i in dropped else layer for i, layer in enumerate(layers)]
         with layers_replaced(self.module, layers):
             yield
 
@@ -287,16 +315,19 @@ class PlanPipelineEngine(PipelineEngine):
         yield
         self.timers(timer).stop()
 
+    _HANDLERS: ClassVar[dict[Kind, Callable[..., None]]] = {
+        Kind.F: _exec_plan_forward,
+        Kind.R: _exec_plan_recompute,
+        Kind.B: _exec_plan_backward,
+        Kind.I: _exec_plan_input_grad,
+        Kind.W: _exec_plan_weight_grad,
+        Kind.SEND_F: _exec_send_outputs,
+        Kind.SEND_B: _exec_send_input_grads,
+    }
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
-        instructions.Forward: _exec_plan_forward,
-        instructions.Recompute: _exec_plan_recompute,
-        instructions.Backward: _exec_plan_backward,
-        instructions.InputGradients: _exec_plan_input_grad,
-        instructions.WeightGradients: _exec_plan_weight_grad,
-        instructions.SendActivations: _exec_send_outputs,
+        **{instructions.INSTRUCTIONS[kind]: _recorded(kind, handler) for kind, handler in _HANDLERS.items()},
         instructions.PostActivations: _exec_post_inputs,
-        instructions.SendGradients: _exec_send_input_grads,
         instructions.PostGradients: _exec_post_output_grads,
         instructions.FinishStep: _exec_finish_step,
     }
