@@ -218,7 +218,7 @@ class TraceBlock(Block):
     )
     steps: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = key(
         (3, 5),
-        "First and last traced step, inclusive.",
+        "First and last traced step, inclusive; the first step of a run is 0.",
         "a list of two whole numbers, first and last step, neither below 0",
     )
 

@@ -166,7 +166,9 @@ def _remove(block: dict[Any, Any], dotted: str) -> bool:
 def _asks_for_pipeline(block: Any) -> bool:
     """Whether the block, right or wrong, is on and can only work on a pipeline module."""
     return (
-        isinstance(block, dict) and block.get("enabled") is not False and bool({"pipeline", "recompute"} & set(block))
+        isinstance(block, dict)
+        and block.get("enabled") is not False
+        and bool({"pipeline", "recompute", "trace"} & set(block))
     )
 
 

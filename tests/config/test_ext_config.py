@@ -89,7 +89,7 @@ class TestAccess:
     def test_schedule_defaults_to_1f1b(self):
         assert read({"pipeline": {}}).pipeline.schedule.type == "1f1b"
 
-    @pytest.mark.parametrize("block", [{"pipeline": {}}, {"recompute": {"policy": "none"}}])
+    @pytest.mark.parametrize("block", [{"pipeline": {}}, {"recompute": {"policy": "none"}}, {"trace": {"path": "t"}}])
     def test_needs_pipeline_model(self, block):
         assert read(block).needs_pipeline_model
 
