@@ -94,7 +94,7 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
     if refusal is not None:
         problems.append(refusal)
     if not isinstance(model, PipelineModule):
-        blocks = [f"ext.{key}" for key in ("pipeline", "recompute") if getattr(config, key) is not None]
+        blocks = [f"ext.{key}" for key in ("pipeline", "recompute", "trace") if getattr(config, key) is not None]
         if blocks:
             problems.append(
                 f"{', '.join(blocks)}: needs a pipeline model, found {type(model).__name__}. Build a "
