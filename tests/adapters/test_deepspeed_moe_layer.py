@@ -59,7 +59,8 @@ def _converted(ep_size: int, dispatcher: str = "linear", ranks_per_node: int = 2
     moe.convert(model)  # a second walk changes nothing
     assert list(model.state_dict()) == keys
     model["layer"].set_deepspeed_parallelism()
-    engine = SimpleNamespace(module=model, has_moe_layers=False, monitor=SimpleNamespace(enabled=False), optimizer=None)
+    monitor = SimpleNamespace(enabled=False)
+    engine = SimpleNamespace(module=model, has_moe_layers=False, monitor=monitor, optimizer=None, mpu=None)
     config = DISPATCHERS.get(dispatcher).Config(**({"probe_seconds": 0.1} if dispatcher == "auto" else {}))
     moe.connect(engine, config, ranks_per_node)
     return model["layer"]

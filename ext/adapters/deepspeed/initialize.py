@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.constants import USE_DATA_BEFORE_EXPERT_PARALLEL
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 import patches
@@ -39,6 +40,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     _refuse_what_cannot_work(arguments["model"], config, raw)
     if config.moe is not None:
         moe.convert(arguments["model"], config.moe.router)
+        moe.create_groups(arguments["model"], bool(raw.get(USE_DATA_BEFORE_EXPERT_PARALLEL)))
     arguments["model_parameters"] = _with_something_to_train(arguments)
     with patches.applied("deepspeed_pipeline_engine"):
         result = _host_initialize(*bound.args, **bound.kwargs)

@@ -60,6 +60,22 @@ def convert(model: nn.Module, router: RouterConfig | None = None) -> None:
                 moe.__class__ = DispatchMoE
 
 
+def create_groups(model: nn.Module, data_before_experts: bool = False) -> None:
+    """Create DeepSpeed's expert groups on every rank of a pipeline, also where a stage has no MoE layer.
+
+    DeepSpeed creates them on the ranks that have one, while torch needs all ranks to create a group. Collective
+    over the world; to be called before the engine is built.
+    """
+    if not isinstance(model, PipelineModule):
+        return
+    sizes: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(sizes, [moe.ep_size for _, moe in _moe_layers(model)])
+    for size in sorted({size for of_rank in sizes for size in of_rank}):
+        groups._create_expert_and_data_parallel(
+            size, pp_size=model.num_stages, use_data_before_expert_parallel_=data_before_experts
+        )
+
+
 def connect(
     engine: Any, dispatcher: DispatcherConfig | None = None, ranks_per_node: int | None = None
 ) -> list[DispatchMOELayer]:
@@ -94,8 +110,8 @@ def connect(
             built[key] = factory.build(by_name[key[0]], key[1])
         layer.dispatcher = built[key]
         layer.loss_scale = lambda: _loss_scale(engine)
+    count_experts_once(engine)  # on stages without experts too, since all stages add up
     if engine.has_moe_layers:
-        count_experts_once(engine)
         load_across_expert_sizes(engine)
     report_each_step(engine, layers)
     return layers

@@ -1,7 +1,8 @@
 """A gradient norm for clipping that counts each expert once, whatever the expert-parallel size.
 
 DeepSpeed averages the norms of ranks with different experts, so that one run is clipped differently at every
-ep_size (DeepSpeed issue 8475), and with a pipeline counts only the first stage's parameters.
+ep_size (DeepSpeed issue 8475); with a pipeline it counts only the first stage's parameters, and waits forever where
+stages differ in having experts, since they then add up a different number of norms.
 """
 
 from __future__ import annotations
@@ -13,20 +14,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_pipeline_parallel_world_size
 from torch import Tensor
 
 
 def count_experts_once(engine: Any) -> None:
-    """Replace the norm where DeepSpeed's is wrong: fp32 without ZeRO, and fp16 with an unfused optimizer.
+    """Give the engine's optimizer a norm that is right for experts, with the same collectives on every rank.
 
-    ZeRO, BF16_Optimizer and the fused FP16_Optimizer sum over expert-parallel ranks themselves.
+    The fused FP16_Optimizer and ZeRO with CPU offload keep DeepSpeed's, which is right but for uneven stages.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         _correct_unfused(optimizer, engine.mpu)
+    elif isinstance(optimizer, BF16_Optimizer):
+        _complete_bf16(optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        if not optimizer.cpu_offload:
+            optimizer.scaled_global_norm = lambda norm_type=2: _zero_norm(optimizer, engine.mpu)
     else:
         engine.clip_fp32_gradients = lambda: _clip(engine)
 
@@ -51,9 +59,13 @@ def global_norm(parameters: Iterable[tuple[Any, Tensor | None]], mpu: Any = None
         if name is not None:
             dist.all_reduce(part, group=groups._get_expert_parallel_group(name))
         total = total + part
+    return _over_stages(total, mpu).sqrt()
+
+
+def _over_stages(total: Tensor, mpu: Any) -> Tensor:
     if mpu is not None and bwc_pipeline_parallel_world_size(mpu) > 1:
         dist.all_reduce(total, group=bwc_pipeline_parallel_group(mpu))
-    return total.sqrt()
+    return total
 
 
 def _clip(engine: Any) -> None:
@@ -76,3 +88,33 @@ def _correct_unfused(optimizer: FP16_UnfusedOptimizer, mpu: Any) -> None:
         return host(norm, apply_scale)
 
     optimizer.unscale_and_clip_grads = unscale_and_clip
+
+
+def _zero_norm(optimizer: DeepSpeedZeroOptimizer, mpu: Any) -> Tensor:
+    """Infinite where a gradient is not finite, as DeepSpeed has it. Every partition lies on one rank only."""
+    total = torch.zeros((), device=optimizer.device)
+    for index in range(len(optimizer.bit16_groups)):
+        gradients = [g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)]
+        scale = optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(index) else 1.0
+        for gradient, parameter in zip(gradients, optimizer.params_in_partition[index], strict=False):
+            if not getattr(parameter, "ds_pipe_replicated", False):
+                total = total + (gradient.detach().float().norm() * scale).square()
+    dist.all_reduce(total, group=optimizer.dp_process_group)
+    norm = _over_stages(total, mpu).sqrt()
+    return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, float("inf")))
+
+
+def _complete_bf16(optimizer: BF16_Optimizer) -> None:
+    """Name every expert group of the model, also those without a gradient here, so that all ranks add them up."""
+    host = optimizer.get_grads_for_norm
+    if not optimizer.has_moe_layers:
+        optimizer.has_moe_layers, optimizer.expert_gradients = True, {}
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return host(for_clipping=True)
+        dense, experts = host()
+        nothing = [torch.zeros(1, device=optimizer.bf16_groups[0][0].device)]
+        return dense, {name: experts.get(name, nothing) for name in sorted(groups._get_expert_parallel_group_dict())}
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
