@@ -42,6 +42,10 @@ class DataError(ExtError, RuntimeError):
     """The training data cannot be used: unreadable, empty, too short or of the wrong shape."""
 
 
+class OutOfMemoryError(ExtError, RuntimeError):
+    """A rank needs more memory than it has or was given; names the stage, the figures and a change that fits."""
+
+
 class CheckpointError(ExtError, RuntimeError):
     """A checkpoint cannot be read or written; the file is named."""
 

@@ -77,8 +77,9 @@ class Stage:
 
     @property
     def transient(self) -> int:
-        """Most bytes that a forward or backward of one layer holds for a moment."""
-        return max((layer.transient for layer in self.layers), default=0)
+        """Most bytes that a layer's forward or backward holds for a moment, with inputs that it does not save."""
+        passing = (self._bytes(inputs - saved) for inputs, saved in zip(self._inputs, self._saved, strict=True))
+        return max((layer.transient + size for layer, size in zip(self.layers, passing, strict=True)), default=0)
 
     @property
     def loss_bytes(self) -> int:

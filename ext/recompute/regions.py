@@ -8,7 +8,7 @@ before backward reaches the layer, further RNG streams are restored, decisions a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +31,14 @@ class RngTracker(Protocol):
 class MicrobatchRegions:
     """The dropped layers of one stage for one micro-batch, from its forward to the end of its backward."""
 
-    def __init__(self, trackers: Sequence[RngTracker] = ()) -> None:
+    def __init__(
+        self,
+        trackers: Sequence[RngTracker] = (),
+        around_reruns: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """``trackers`` hold further random streams; every re-run runs inside an ``around_reruns()``."""
         self.num_reruns = 0
+        self._around_reruns = around_reruns
         self._trackers = trackers
         self._group = GraphExecGroup()
         self._triggers: list[Any] = []
@@ -53,7 +59,7 @@ class MicrobatchRegions:
                 with memory.recording():
                     return layer(args if is_tuple else args[0])
             self.num_reruns += 1
-            with memory.replaying(), _restored(self._trackers, states):
+            with memory.replaying(), _restored(self._trackers, states), self._around_reruns():
                 return layer(args if is_tuple else args[0])
 
         is_tuple = isinstance(inputs, tuple)

@@ -26,7 +26,8 @@ _DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 _HEADER_LENGTH = 256
-_MAX_UNFINISHED_SENDS = 8
+MAX_UNFINISHED_SENDS = 8
+"""Messages that a sender keeps before it waits for the oldest to leave."""
 _OPEN_TIMEOUT = timedelta(minutes=30)
 
 
@@ -147,7 +148,7 @@ class Sender(Channel):
         """Start sending tensors whose shapes the other end knows."""
         for tensor in tensors:
             self._start(tensor)
-        while len(self._unfinished) > _MAX_UNFINISHED_SENDS:
+        while len(self._unfinished) > MAX_UNFINISHED_SENDS:
             # Safe: plans are proved to end even when every send blocks until its receive is posted.
             self._finish_one()
 

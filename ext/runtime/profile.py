@@ -29,11 +29,11 @@ class ProfiledLayer:
         layer: called with one tensor, or one tuple of tensors.
         name: for the profile.
         recomputable: whether it can be recomputed.
-        needs_grad: whether a gradient is computed for each input tensor; None where the inputs say so themselves.
         tied: (name, number) of parameters that it shares with other layers.
         synchronize: waits for the device.
 
     Attributes:
+        needs_grad: says of each input tensor whether its gradient is computed; where None, they say so themselves.
         profile: of the last call; None before.
     """
 
@@ -43,20 +43,19 @@ class ProfiledLayer:
         name: str,
         *,
         recomputable: bool,
-        needs_grad: Callable[[], Sequence[bool]] | None = None,
         tied: tuple[tuple[str, int], ...] = (),
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
         self._layer = layer
         self._name = name
         self._recomputable = recomputable
-        self._needs_grad = needs_grad
+        self.needs_grad: Callable[[], Sequence[bool]] | None = None
         self._tied = tied
         self._synchronize = synchronize
         self.profile: LayerProfile | None = None
 
     def __call__(self, inputs: Any) -> Any:
-        flags = [t.requires_grad for t in _tensors(inputs)] if self._needs_grad is None else list(self._needs_grad())
+        flags = [t.requires_grad for t in _tensors(inputs)] if self.needs_grad is None else list(self.needs_grad())
         constant = list(_constants_of(self._layer))
         trained = [tensor for tensor in constant if tensor.requires_grad]
 
@@ -104,23 +103,6 @@ class ProfiledLayer:
     def _now(self) -> float:
         self._synchronize()
         return time.perf_counter()
-
-
-class ProfiledLoss:
-    """Stands in for a loss function as `ProfiledLayer` does for a layer; what the labels hold counts as saved."""
-
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], synchronize: Callable[[], None] = lambda: None) -> None:
-        self._loss_fn = loss_fn
-        self._synchronize = synchronize
-        self.profile: LayerProfile | None = None
-
-    def __call__(self, outputs: Any, labels: Any) -> Any:
-        layer = ProfiledLayer(
-            lambda given: self._loss_fn(given, labels), "loss", recomputable=False, synchronize=self._synchronize
-        )
-        loss = layer(outputs)
-        self.profile = layer.profile
-        return loss
 
 
 class _StoragesOf:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ext.adapters.deepspeed import instructions, resolve
 from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
+from ext.adapters.deepspeed.memory import MemoryWatch
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.adapters.deepspeed.tracing import Tracer
 from ext.config import ExtConfig
@@ -71,15 +72,18 @@ class PlanPipelineEngine(PipelineEngine):
         self._num_loaded = 0
         self._trackers = (DeepSpeedRngTracker(),)
         self._weight_grads = WeightGradQueue(limit=0)
-        self._guard = FailureGuard()
+        self.guard = FailureGuard()
         self._links: Links | None = None
         self.recorder = Recorder(clock_for(torch.device(self.device)))
-        self._tracer = Tracer.of(config, self._guard)
+        self._tracer = Tracer.of(config, self.guard)
+        self.memory = MemoryWatch(self)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         step = self.global_steps
+        data_iter = self.memory.before_step(data_iter)
         with self.recorder.step(step):
             loss = super().train_batch(data_iter)
+        self.memory.after_step()
         if self._tracer is not None:
             self._tracer.after_step(self, step)
         return loss
@@ -88,12 +92,24 @@ class PlanPipelineEngine(PipelineEngine):
 
     def _train_schedule(self) -> instructions.PlanSchedule:
         if self.plan.num_microbatches != self.micro_batches:
-            self.resolution = resolve.resolve(self.ext_config, self.inventory, self.num_stages, self.micro_batches)
-            self.plan = self.resolution.plan
-            self.recorder.clear()
+            self.resolve_again()
         self.recomputes = dict.fromkeys(self.plan.stages_of(self.stage_id), 0)
         self._weight_grads = WeightGradQueue(self.plan.max_deferred(self.stage_id))
         return instructions.PlanSchedule(self.plan, self.stage_id, training=True)
+
+    def resolve_again(self) -> None:
+        """Make the plan anew: for another number of micro-batches, or with what is known by now."""
+        self.resolution = resolve.resolve(
+            self.ext_config,
+            self.inventory,
+            self.num_stages,
+            self.micro_batches,
+            self.memory.profile,
+            self.memory.budgets(),
+        )
+        self.plan = self.resolution.plan
+        self.recorder.clear()
+        self.memory.predict()
 
     def _inference_schedule(self, micro_batches: int) -> instructions.PlanSchedule:
         plan = resolve.forward_plan(self.plan, micro_batches)
@@ -104,20 +120,23 @@ class PlanPipelineEngine(PipelineEngine):
             self._links = self._open_links()
         self._links.reset_shapes()
         self._num_loaded = 0
-        self._guard.start_step()
+        self.guard.start_step()
         try:
-            super()._exec_schedule(pipe_schedule)
+            with self.memory.counting():
+                super()._exec_schedule(pipe_schedule)
         except Exception as error:
-            if self._guard.agreed:
+            if self.guard.agreed:
                 self._abandon_step()
                 raise
+            explained = self.memory.explained(error)
             self._abandon_step()
-            self._guard.agree(error)
+            self.guard.agree(explained)
 
     def _exec_finish_step(self) -> None:
         self._channels.drain()
-        self._guard.agree(None)
+        self.guard.agree(None)
         self.recorder.actions_done(self.stage_id)
+        self.memory.count_states()
 
     def _abandon_step(self) -> None:
         """Leave nothing of a failed step behind: no channel, buffer, gradient or running timer."""
@@ -127,6 +146,7 @@ class PlanPipelineEngine(PipelineEngine):
         for slots in self.pipe_buffers.values():
             slots[:] = [None] * len(slots)
         self._weight_grads.clear()
+        self.memory.abandon()
         for timer in self.timers.get_timers().values():
             if timer.started_:
                 timer.reset()
@@ -135,8 +155,8 @@ class PlanPipelineEngine(PipelineEngine):
             parameter.grad = None
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_hp_grads()
+            if self.using_bf16_optimizer:
+                self.optimizer.clear_hp_grads()
 
     # -- compute -------------------------------------------------------------------------------------------
 
@@ -150,6 +170,7 @@ class PlanPipelineEngine(PipelineEngine):
             self.pipe_buffers["inputs"][microbatch] = inputs
         with self._layers_as_planned(stage, microbatch):
             super()._exec_forward_pass(microbatch)
+        self.memory.sample()
         outputs = self.pipe_buffers["outputs"][microbatch]
         if self.is_last_stage():
             if torch.is_grad_enabled():
@@ -235,7 +256,7 @@ class PlanPipelineEngine(PipelineEngine):
         layers = self._splittable(self.module.forward_funcs, stage, microbatch)
         dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
         if dropped:
-            regions = MicrobatchRegions(self._trackers)
+            regions = MicrobatchRegions(self._trackers, self.memory.reruns)
             self.pipe_buffers["regions"][microbatch] = regions
             again = [self.recorder.with_reruns(layer, stage, microbatch) for layer in layers]
             layers = [DroppedLayer(again[i], regions) if i in dropped else layer for i, layer in enumerate(layers)]

@@ -21,9 +21,10 @@ from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.schedule import SCHEDULES, Schedule
 from ext.pipeline.stage_model import PipelineProfile
 from ext.recompute.policy import POLICIES
-from ext.recompute.stage_aware import ProfiledPolicy
+from ext.recompute.stage_aware import BudgetError, Choice, ProfiledPolicy
 
 RESOLVED_CONFIG = "ext_resolved_config.json"
+BUDGET_KEY = "ext.recompute.memory_budget_gib"
 DEFAULT_SHARE = 0.9
 """Share of the device's memory that is the budget where none is given."""
 
@@ -80,10 +81,18 @@ def resolve(
         if isinstance(chosen, ProfiledPolicy) and profile is None:
             policy = f"{options.type} (ext.recompute; full until the first train_batch decides)"
         elif isinstance(chosen, ProfiledPolicy) and profile is not None and budgets is not None:
-            choice = chosen.choose(schedule, profile.models(schedule.may_recompute), budgets, amount)
+            choice = _choose(chosen, schedule, profile, budgets)
             schedule, recomputed = choice.schedule, choice.recomputed_layers
     plan = build_plan(schedule, layers_per_stage=inventory.layers_per_stage, recomputed_layers=recomputed)
     return Resolution(schedule, plan, policy, config.recompute is not None or schedule.recomputes_by_default)
+
+
+def _choose(policy: ProfiledPolicy, schedule: Schedule, profile: PipelineProfile, budgets: Sequence[int]) -> Choice:
+    try:
+        return policy.choose(schedule, profile.models(schedule.may_recompute), budgets, amount)
+    except BudgetError as error:
+        first, *rest = error.problems
+        raise BudgetError(f"{BUDGET_KEY}: {first}", *rest) from None
 
 
 def needs_profile(config: ExtConfig) -> bool:

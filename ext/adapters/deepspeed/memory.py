@@ -1,0 +1,251 @@
+"""The memory of a DeepSpeed pipeline: profiled before the first step, counted in it, explained where it is too much.
+
+All of it happens in the first training step and only where somebody asks: a recompute policy or a budget that needs
+it, or the environment variable EXT_MEMORY_REPORT=1 on the rank 0. Later steps run without any of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from ext.adapters.deepspeed import resolve
+from ext.adapters.deepspeed.profiling import ReplayedIterator, profile_stages
+from ext.adapters.deepspeed.states import optimizer_tensors, predicted_states, state_tensors
+from ext.core.errors import OutOfMemoryError
+from ext.pipeline.memory_table import StageMemory, amount, predict, table
+from ext.pipeline.stage_model import PipelineProfile, Stage
+from ext.recompute.advice import nearest_change
+from ext.recompute.stage_aware import BudgetError
+from ext.runtime.channels import MAX_UNFINISHED_SENDS, as_tuple
+from ext.runtime.live_bytes import LiveBytes, storage_bytes
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "EXT_MEMORY_REPORT"
+"""Environment variable that asks for the table in any run; rank 0's counts."""
+
+
+class MemoryWatch:
+    """What the stages of a pipeline hold.
+
+    Args:
+        engine: of this rank; every rank of the world makes one. Collective over the world.
+
+    Attributes:
+        profile: of all stages; None before the first step, and where nobody asked.
+        rows: memory of all stages, predicted, and measured once the first step is done; empty without a profile.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        asked = [os.environ.get(SWITCH, "") not in ("", "0")]
+        dist.broadcast_object_list(asked, src=0)
+        self._shows = asked[0]
+        self._is_due = asked[0] or resolve.needs_profile(engine.ext_config)
+        self._device: Any = get_accelerator()
+        self._on_cpu = self._device.device_name() == "cpu"
+        self._was_counted = False
+        self._counter: LiveBytes | None = None
+        self._states = 0
+        self.profile: PipelineProfile | None = None
+        self.rows: list[StageMemory] = []
+
+    # -- before the first step -----------------------------------------------------------------------------
+
+    def before_step(self, data_iter: Iterator[Any] | None) -> Iterator[Any] | None:
+        """In the first step: profile, decide, predict, start counting. Collective over the world.
+
+        Returns:
+            What the step takes its micro-batches from: all that ``data_iter`` would have given.
+
+        Raises:
+            ConfigError: on every rank: no choice keeps the budget.
+        """
+        engine = self._engine
+        if self._is_due:
+            given = engine.data_iterator if data_iter is None else data_iter
+            replayed = None if given is None else self.profile_with(given)
+            if data_iter is None:
+                engine.data_iterator = replayed
+            else:
+                data_iter = replayed
+        if self.profile is not None and not self._was_counted:
+            self._was_counted = True
+            self._counter = LiveBytes([*engine.module.parameters(), *engine.module.buffers()], self._buffers)
+            if not self._on_cpu:
+                self._device.reset_peak_memory_stats()
+        return data_iter
+
+    def profile_with(self, microbatches: Iterator[Any]) -> Iterator[Any]:
+        """Profile the stages on the first of these micro-batches and have the engine run what that decides.
+
+        Collective over the world.
+
+        Returns:
+            The same micro-batches from the start.
+        """
+        engine = self._engine
+        self._is_due = False
+        replayed = ReplayedIterator(microbatches)
+        kept, engine.data_iterator = engine.data_iterator, replayed
+        try:
+            layers = profile_stages(engine)
+        finally:
+            engine.data_iterator = kept
+        last = len(layers) - 1
+        self.profile = PipelineProfile(
+            tuple(Stage(stage, is_last=index == last) for index, stage in enumerate(layers)),
+            predicted_states(engine),
+            MAX_UNFINISHED_SENDS,
+        )
+        engine.resolve_again()
+        self._check_budgets()
+        self._announce("predicted " + table(self.rows))
+        return replayed.again()
+
+    def predict(self) -> None:
+        """Bring the rows up to date with the engine's plan."""
+        if self.profile is not None:
+            self.rows = predict(self._engine.plan, self.profile, self.budgets())
+
+    def budgets(self) -> list[int] | None:
+        """Bytes that the rank of each stage may hold."""
+        device_bytes = None if self._on_cpu else self._device.total_memory()
+        return resolve.budgets_in_bytes(self._engine.ext_config, self._engine.num_stages, device_bytes)
+
+    def _check_budgets(self) -> None:
+        """A budget is kept under every policy, or nothing runs."""
+        over = [row for row in self.rows if self._has_given_budget and row.exceeds]
+        if over:
+            raise BudgetError(
+                *(
+                    f"{resolve.BUDGET_KEY}: stage {row.stage} needs {amount(row.total)} under the policy "
+                    f"{self._engine.resolution.policy}, the budget is {amount(row.budget or 0)}."
+                    for row in over
+                ),
+                self._change(over[0]),
+            )
+
+    @property
+    def _has_given_budget(self) -> bool:
+        recompute = self._engine.ext_config.recompute
+        return recompute is not None and recompute.memory_budget_gib is not None
+
+    # -- in the first step ---------------------------------------------------------------------------------
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Around the step's actions."""
+        return nullcontext() if self._counter is None else self._counter.saved()
+
+    def reruns(self) -> AbstractContextManager[None]:
+        """Around every re-run of a dropped layer."""
+        return nullcontext() if self._counter is None else self._counter.reruns()
+
+    def sample(self) -> None:
+        """After a forward, whose outputs autograd itself may not hold."""
+        if self._counter is not None:
+            self._counter.sample()
+
+    def count_states(self) -> None:
+        """Between the last backward and the optimizer's step, when all gradients are there."""
+        if self._counter is not None:
+            moments = storage_bytes(optimizer_tensors(self._engine))
+            self._states = storage_bytes(state_tensors(self._engine)) - moments
+
+    def _buffers(self) -> Iterator[Tensor]:
+        """What the engine itself holds for the micro-batches in flight; the loss takes the last outputs at once."""
+        for name in ("inputs",) if self._engine.is_last_stage() else ("inputs", "outputs"):
+            for held in self._engine.pipe_buffers[name]:
+                if held is not None:
+                    yield from as_tuple(held)
+
+    # -- after the first step ------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Show predicted and measured memory side by side. Collective over a pipeline, in the first step.
+
+        Raises:
+            OutOfMemoryError: on every rank of the pipeline: a stage held more than its budget.
+        """
+        if self._counter is None:
+            return
+        live = self._counter.peak + self._states + storage_bytes(optimizer_tensors(self._engine))
+        self._counter = None
+        mine = self._engine.stage_id, live, None if self._on_cpu else self._device.max_memory_allocated()
+        pipeline: list[Any] = [None] * self._engine.num_stages
+        dist.all_gather_object(pipeline, mine, group=self._engine.grid.get_pipe_parallel_group())
+        for stage, measured, allocated in pipeline:
+            self.rows[stage] = replace(self.rows[stage], measured=measured, allocated=allocated)
+        self._announce("measured " + table(self.rows))
+        over = [row for row in self.rows if self._has_given_budget and _most_seen(row) > (row.budget or 0)]
+        guard = self._engine.guard
+        guard.start_step()
+        guard.agree(OutOfMemoryError(self._story(over[0], "held more than its budget")) if over else None)
+
+    def abandon(self) -> None:
+        """A failed step is not counted."""
+        self._counter = None
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error, or, where a device or host ran out of memory, one that says where and what would fit."""
+        if not _is_out_of_memory(error):
+            return error
+        stage = self._engine.stage_id
+        if not self.rows:
+            return OutOfMemoryError(
+                f"stage {stage} ran out of memory: {error}\nThere is no prediction; set {SWITCH}=1 to get one per "
+                "stage, or let ext.recompute.policy 'stage_aware' choose what fits."
+            )
+        row = self.rows[stage]
+        if self._counter is not None:
+            states = storage_bytes(state_tensors(self._engine))
+            row = replace(row, measured=max(self._counter.peak, self._counter.now) + states)
+        if not self._on_cpu:
+            row = replace(row, allocated=self._device.max_memory_allocated())
+        return OutOfMemoryError(f"{self._story(row, 'ran out of memory')}\n{error}")
+
+    def _story(self, row: StageMemory, what: str) -> str:
+        measured = _most_seen(row)
+        budget = "" if row.budget is None else f", the budget is {amount(row.budget)}"
+        held = f"{amount(measured)} were measured" if measured else "nothing was measured"
+        return f"stage {row.stage} {what}: {amount(row.total)} were predicted, {held}{budget}. {self._change(row)}"
+
+    def _change(self, row: StageMemory) -> str:
+        """The nearest change that fits; where more was measured than predicted, with room for the difference."""
+        budgets = self.budgets()
+        if self.profile is None or budgets is None:
+            return "Recompute more layers, or take a smaller micro-batch."
+        excess = max(0, _most_seen(row) - row.total)
+        return nearest_change(
+            self._engine.resolution.schedule, self.profile, [max(1, budget - excess) for budget in budgets]
+        )
+
+    def _announce(self, text: str) -> None:
+        if self._engine.global_rank != 0:
+            return
+        if self._shows and not logger.isEnabledFor(logging.INFO):
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - asked for by the switch
+        else:
+            logger.info("%s", text)
+
+
+def _most_seen(row: StageMemory) -> int:
+    """The larger of what was counted and what the device's allocator saw."""
+    return max(row.measured or 0, row.allocated or 0)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )

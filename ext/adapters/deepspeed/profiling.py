@@ -1,0 +1,141 @@
+"""A profile of every stage of a DeepSpeed pipeline, from one micro-batch that is not consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from torch import nn
+
+from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
+from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
+from ext.cost.profile import LayerProfile
+from ext.runtime.channels import as_tuple
+from ext.runtime.profile import ProfiledLayer
+
+
+class ReplayedIterator:
+    """An iterator that remembers what it gave, so that it can be given again."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._given: list[Any] = []
+
+    def __iter__(self) -> ReplayedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        self._given.append(next(self._iterator))
+        return self._given[-1]
+
+    def again(self) -> Iterator[Any]:
+        """All of it from the start."""
+        return chain(self._given, self._iterator)
+
+
+def profile_stages(engine: Any) -> list[tuple[LayerProfile, ...]]:
+    """Profile the layers of every stage on the next micro-batch of the engine's iterator.
+
+    Each stage measures its layers while the host's forward runs through them, one stage after another; nothing is
+    trained and no state of the model or of a random stream changes. Collective over the world; every rank gets what
+    the pipeline of global rank 0 measured.
+
+    Returns:
+        By stage, its layers; the loss is the last layer of the last stage.
+    """
+    layers = _profiled_layers(engine)
+    if engine.is_last_stage() and engine.module.loss_fn is not None:
+        layers.append(_profiled_loss(engine))
+    with _untouched(engine), torch.no_grad(), layers_replaced(engine.module, layers):
+        engine._exec_schedule(engine._inference_schedule(1))
+    return _shared(engine, tuple(layer.profile for layer in layers if layer.profile is not None))
+
+
+def tied_parameters(module: PipelineModule) -> list[tuple[tuple[str, int], ...]]:
+    """For every layer of this stage, name and number of the trained parameters that a tied layer shares."""
+    specs = module._layer_specs[module._local_start : module._local_stop]
+    return [
+        ((spec.key, count_trained(module.tied_modules[spec.key])),) if isinstance(spec, TiedLayerSpec) else ()
+        for spec in specs
+    ]
+
+
+def count_trained(module: nn.Module) -> int:
+    """Trained parameters of a module, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _profiled_layers(engine: Any) -> list[ProfiledLayer]:
+    module = engine.module
+    inventory = LayerInventory.of(module)
+    first = module._local_start
+    layers = [
+        ProfiledLayer(
+            layer,
+            inventory.names[first + position],
+            recomputable=inventory.recomputable[first + position],
+            tied=tied,
+            synchronize=_device().synchronize,
+        )
+        for position, (layer, tied) in enumerate(zip(module.forward_funcs, tied_parameters(module), strict=True))
+    ]
+    # The host copies the inputs, and without gradients a copy does not say whether the original needs one.
+    layers[0].needs_grad = partial(_inputs_need_grad, engine)
+    return layers
+
+
+def _profiled_loss(engine: Any) -> ProfiledLayer:
+    """The loss as one more layer; the labels that it keeps for its backward count with it."""
+    loss = partial(_loss_of, engine.module.loss_fn, lambda: engine.pipe_buffers["labels"][0])
+    return ProfiledLayer(loss, "loss", recomputable=False, synchronize=_device().synchronize)
+
+
+def _loss_of(loss_fn: Any, labels: Callable[[], Any], outputs: Any) -> Any:
+    return loss_fn(outputs, labels())
+
+
+def _inputs_need_grad(engine: Any) -> list[bool]:
+    return [tensor.requires_grad for tensor in as_tuple(engine.pipe_buffers["inputs"][0])]
+
+
+def _shared(engine: Any, mine: tuple[LayerProfile, ...]) -> list[tuple[LayerProfile, ...]]:
+    """The profiles of all stages of the first pipeline."""
+    pipeline: list[Any] = [None] * engine.num_stages
+    dist.all_gather_object(pipeline, (engine.stage_id, mine), group=engine.grid.get_pipe_parallel_group())
+    shared = [[layers for _, layers in sorted(pipeline, key=lambda entry: entry[0])]]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+@contextmanager
+def _untouched(engine: Any) -> Iterator[None]:
+    """Put back what a forward changes: random streams, buffers of layers, counters of the host."""
+    module, device, tracker = engine.module, _device(), DeepSpeedRngTracker()
+    random = torch.get_rng_state(), device.get_rng_state(), tracker.capture()
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    kept = module.training, module.micro_offset, module.activation_checkpoint_interval, engine.total_loss
+    module.train()
+    module.activation_checkpoint_interval = 0
+    engine._compute_loss = False
+    try:
+        yield
+    finally:
+        training, module.micro_offset, module.activation_checkpoint_interval, engine.total_loss = kept
+        module.train(training)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(random[0])
+        device.set_rng_state(random[1])
+        tracker.restore(random[2])
+
+
+def _device() -> Any:
+    return get_accelerator()
