@@ -33,7 +33,7 @@ def check(arguments: Arguments) -> tuple[dict[str, Any], int]:
     ds_config = read_ds_config(arguments.config)
     world_size = arguments.world_size if arguments.check else int(os.environ["WORLD_SIZE"])
     num_stages = _num_stages(arguments, ds_config, world_size)
-    problems = [*_own_problems(arguments, num_stages)]
+    problems = [*_own_problems(arguments, ds_config, num_stages)]
     problems += map(
         str,
         check_config(
@@ -65,8 +65,7 @@ def _require_launcher(environment: Mapping[str, str]) -> None:
 def _num_stages(arguments: Arguments, ds_config: Mapping[str, Any], world_size: int) -> int:
     if arguments.pipeline_stages is not None:
         return arguments.pipeline_stages
-    pipeline = ds_config.get("pipeline")
-    stages = pipeline.get("stages", "auto") if isinstance(pipeline, dict) else "auto"
+    stages = _option(ds_config, "pipeline", "stages", "auto")
     if stages == "auto":
         return world_size
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
@@ -74,9 +73,20 @@ def _num_stages(arguments: Arguments, ds_config: Mapping[str, Any], world_size: 
     return stages
 
 
-def _own_problems(arguments: Arguments, num_stages: int) -> Iterator[str]:
+def _own_problems(arguments: Arguments, ds_config: Mapping[str, Any], num_stages: int) -> Iterator[str]:
+    zero_stage = _option(ds_config, "zero_optimization", "stage", 0)
+    if _option(ds_config, "bf16", "enabled", False) and zero_stage == 0 and (arguments.save_every or arguments.resume):
+        yield (
+            "bf16.enabled: DeepSpeed cannot load the checkpoints that it writes for bf16 without ZeRO. "
+            "Set zero_optimization.stage to 1, or --save-every 0 for a run without checkpoints."
+        )
     if arguments.num_layers < num_stages:
         yield (
             f"--num-layers: {arguments.num_layers} transformer blocks cannot fill {num_stages} pipeline stages. "
             f"Use more layers or fewer stages."
         )
+
+
+def _option(ds_config: Mapping[str, Any], block: str, key: str, default: Any) -> Any:
+    options = ds_config.get(block)
+    return options.get(key, default) if isinstance(options, dict) else default

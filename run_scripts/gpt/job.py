@@ -184,5 +184,6 @@ def _host_messages(verbose: bool) -> Iterator[None]:
     if not verbose:
         # Its broadcast of tied weights, which are leaves, makes autograd say this in every run.
         warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
+        warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
     with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -78,6 +78,19 @@ def test_says_how_to_start_it_when_no_launcher_did():
     assert "pretrain_gpt.sh" in result.stderr
 
 
+def test_bf16_without_zero_trains_only_without_checkpoints(tmp_path):
+    config = {**json.loads(arguments.DEFAULT_CONFIG.read_text()), "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    options = ["--check", "--world-size", "2", "--config", str(tmp_path / "ds.json")]
+    with pytest.raises(ConfigError, match=r"bf16\.enabled"):
+        check.check(arguments.parse(options))
+    check.check(arguments.parse([*options, "--save-every", "0"]))
+
+    config["zero_optimization"] = {"stage": 1}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    check.check(arguments.parse(options))
+
+
 def test_stages_come_from_the_option_then_the_config_then_the_ranks(tmp_path):
     def stages(config, *options):
         (tmp_path / "ds.json").write_text(json.dumps({"gradient_accumulation_steps": 8, **config}))
