@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,7 +19,10 @@ LAYERS_PER_STAGE = 8
 """Layers of a stage where neither ``--num-layers`` nor ``--layers-per-stage`` is given."""
 
 MAX_CELLS = 500_000
-"""Stages times micro-batches that one simulation holds."""
+"""Stages times micro-batches, and layers, that one simulation holds."""
+
+LARGEST = 1e100
+"""Times and sizes above this, or below one part of it, would overflow."""
 
 POLICIES = ("default", "none", "full")
 
@@ -90,20 +92,20 @@ def make(name: str, shape: PipelineShape, costs: Costs | None = None) -> Schedul
 def _wrong_numbers(request: Request) -> Iterator[str]:
     for name in ("stages", "micro_batches", "num_layers"):
         value = getattr(request, name)
-        if value is not None and value < 1:
-            yield f"{_option(name)}: found {value}; give a whole number above 0."
+        if value is not None and not 1 <= value <= MAX_CELLS:
+            yield f"{_option(name)}: found {_shown(value)}; give a whole number from 1 to {MAX_CELLS}."
     for name in ("forward", "input_grad", "weight_grad", "activation_budget", "search_seconds"):
         value = getattr(request, name)
-        if value is not None and not 0 < value < math.inf:
-            yield f"{_option(name)}: found {value}; give a finite number above 0."
+        if value is not None and not 1 / LARGEST <= value <= LARGEST:
+            yield f"{_option(name)}: found {value}; give a number above 0, up to {LARGEST:g}."
     for name in ("recompute", "p2p"):
         value = getattr(request, name)
-        if value is not None and not 0 <= value < math.inf:
-            yield f"{_option(name)}: found {value}; give a finite number, 0 or more."
+        if value is not None and not 0 <= value <= LARGEST:
+            yield f"{_option(name)}: found {value}; give a number from 0 to {LARGEST:g}."
     if not 0 <= request.stash <= 1:
         yield f"--stash: found {request.stash}; give the share that stays, from 0 to 1."
-    if min(request.stages, request.micro_batches) > 0 and request.stages * request.micro_batches > MAX_CELLS:
-        cells = request.stages * request.micro_batches
+    cells = request.stages * request.micro_batches
+    if max(request.stages, request.micro_batches) <= MAX_CELLS < cells and request.stages > 0:
         yield f"--stages x --micro-batches: found {cells}; a simulation holds up to {MAX_CELLS}. Give fewer of either."
 
 
@@ -133,22 +135,33 @@ def _layers(request: Request, num_stages: int, problems: list[str]) -> tuple[int
     if given is None:
         num_layers = LAYERS_PER_STAGE * request.stages if num_layers is None else num_layers
         try:
-            return uniform_layers(num_layers, num_stages) if min(num_layers, num_stages) > 0 else ()
+            return uniform_layers(num_layers, num_stages) if num_layers > 0 and 0 < num_stages <= MAX_CELLS else ()
         except ConfigError as error:
             problems += [f"--num-layers: {problem}" for problem in error.problems]
             return ()
     try:
         layers = tuple(int(word) for word in given.split(","))
     except ValueError:
-        problems.append(f"--layers-per-stage: found '{given}'; give whole numbers with commas between, as in 2,2,3,1.")
+        problems.append(
+            f"--layers-per-stage: found '{given[:60]}'; give whole numbers with commas between, as in 2,2,3,1."
+        )
         return ()
+    shown = _shown(given)
     if len(layers) != num_stages:
         problems.append(f"--layers-per-stage: found {len(layers)} numbers for {num_stages} stages; give one per stage.")
     if min(layers) < 1:
-        problems.append(f"--layers-per-stage: found {given}; every stage needs at least one layer.")
+        problems.append(f"--layers-per-stage: found {shown}; every stage needs at least one layer.")
     if num_layers is not None and sum(layers) != num_layers:
-        problems.append(f"--layers-per-stage: {given} sums to {sum(layers)}, --num-layers says {num_layers}.")
+        problems.append(f"--layers-per-stage: {shown} sums to {_shown(sum(layers))}, --num-layers says {num_layers}.")
+    if sum(layers) > MAX_CELLS:
+        problems.append(f"--layers-per-stage: {shown} sums to more than {MAX_CELLS} layers. Give fewer.")
     return layers
+
+
+def _shown(value: object) -> str:
+    """A value as typed, cut where it would fill the screen."""
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**60 else "a number of more than 60 digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _option(name: str) -> str:

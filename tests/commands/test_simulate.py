@@ -94,6 +94,20 @@ def test_extra_warmup_forwards_follow_from_the_times(capsys):
     assert order[:5] == ["2F0", "2F1", "2F2", "2F3", "2R0"]
 
 
+def test_a_schedule_of_a_users_own(capsys):
+    answer = call(capsys, f"{BASE} --schedule ext.pipeline.schedules.gpipe:GPipe")
+    assert answer["schedule"] == "gpipe"
+
+
+def test_extreme_but_legal_numbers(capsys):
+    times = "--forward 1e-100 --input-grad 1e100 --weight-grad 1e-100 --recompute 0 --p2p 1e100"
+    for policy in ("none", "full"):
+        answer = call(capsys, f"{SCP} {times} --recompute-policy {policy}")
+        assert 8e100 < answer["step_time"] < 1e102
+        assert main(["simulate", *f"{SCP} {times} --recompute-policy {policy} --grid".split()]) == 0
+        capsys.readouterr()
+
+
 def test_one_rank_is_a_pipeline_too(capsys):
     for name in ("1f1b", "shifted_critical_path", "zb_h1"):
         assert call(capsys, f"--stages 1 --micro-batches 4 --schedule {name}")["bubble_share"] == 0
@@ -162,14 +176,23 @@ def test_every_violation_at_once(capsys):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--stages 0 --micro-batches 4 --schedule 1f1b", "--stages: found 0; give a whole number above 0"),
+        ("--stages 0 --micro-batches 4 --schedule 1f1b", "--stages: found 0; give a whole number from 1 to 500000"),
         ("--stages 4 --micro-batches -3 --schedule 1f1b", "--micro-batches: found -3"),
         (f"{BASE} --schedule 1f1b --num-layers 3", "--num-layers: 3 layers cannot fill 4 pipeline stages"),
         (f"{BASE} --schedule 1f1b --num-layers 0", "--num-layers: found 0"),
         (f"{BASE} --schedule 1f1b --layers-per-stage 2,x,2,2", "found '2,x,2,2'; give whole numbers with commas"),
         (f"{BASE} --schedule 1f1b --layers-per-stage 2,-2,2,2", "every stage needs at least one layer"),
         (f"{BASE} --schedule 1f1b --weight-grad -inf", "--weight-grad: found -inf"),
-        ("--stages 4 --micro-batches 1000000000 --schedule 1f1b", "holds up to 500000"),
+        ("--stages 4 --micro-batches 1000000000 --schedule 1f1b", "--micro-batches: found 1000000000"),
+        (f"--stages 1{'0' * 400} --micro-batches 1 --schedule 1f1b", "--stages: found a number of more than 60 digits"),
+        ("--stages 1000 --micro-batches 1000 --schedule 1f1b", "found 1000000; a simulation holds up to 500000"),
+        (f"{BASE} --schedule 1f1b --num-layers 1{'0' * 400}", "--num-layers: found a number of more"),
+        (f"{BASE} --schedule 1f1b --layers-per-stage 1{'0' * 70},1,1,1", "sums to more than 500000 layers"),
+        (f"{BASE} --schedule 1f1b --forward 1e308", "--forward: found 1e+308; give a number above 0, up to 1e+100"),
+        (f"{BASE} --schedule 1f1b --input-grad 1e-320", "--input-grad: found 1e-320"),
+        (f"{BASE} --schedule 1f1b --p2p 1e400", "--p2p: found inf"),
+        (f"{BASE} --schedule :", "cannot be imported"),
+        (f"{BASE} --schedule os:path", "is no subclass of Schedule"),
         ("--stages four --micro-batches 4 --schedule 1f1b", "--stages"),
         ("--micro-batches 4 --schedule 1f1b", "--stages"),
         (f"{BASE} --schedule 1f1b --fast", "--fast"),
