@@ -62,7 +62,7 @@ class MicrobatchUnits:
                 f"{type(layer).__name__} names the inputs {', '.join(units.inputs)} of its units and was called with "
                 f"{len(given)}. Make its LayerUnits name as many inputs as it is called with."
             )
-        run = LayerRun(units, table, list(_constants(layer)), _device(given, layer), self._at, self._counts)
+        run = LayerRun(units, table, list(_constants(layer)), device_of(given, layer), self._at, self._counts)
         self._runs.append(weakref.ref(run))
         return _through_hooks(layer, lambda final: run.forward(_as_tuple(final)), inputs)
 
@@ -118,7 +118,7 @@ def _constants(layer: Any) -> Iterator[Tensor]:
         yield from layer.buffers()
 
 
-def _device(inputs: Sequence[Any], layer: Any) -> torch.device:
+def device_of(inputs: Sequence[Any], layer: Any) -> torch.device:
     """The device whose random numbers the layer draws: that of its first input, else of its parameters."""
     for value in (*inputs, *_constants(layer)):
         if isinstance(value, Tensor):
