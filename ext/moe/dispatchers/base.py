@@ -63,8 +63,8 @@ class Dispatcher(ABC):
             topk_ids: (tokens, k) int64 expert of each choice, -1 for a choice that is dropped. No expert twice.
             topk_probs: (tokens, k) weight of each choice in the sum of `combine`.
             capacity: rows per expert and source rank, the same on every rank; None for no limit (dropless).
-            locations: (tokens, k) row of each choice among those of its expert, below ``capacity``; where
-                absent they are counted in the order of tokens. Only with a capacity.
+            locations: (tokens, k) row of each choice among those of its expert, where absent counted in the order
+                of tokens. A choice at or beyond ``capacity`` is dropped. Only with a capacity.
             max_tokens: the most tokens that any rank has, where the caller knows it.
 
         Returns:
@@ -126,7 +126,8 @@ class ExchangeDispatcher(Dispatcher):
             return self._dispatch_all(x, topk_ids, topk_probs)
         if locations is None:
             locations = count_locations(topk_ids, self.num_experts)
-        slots = torch.where(topk_ids >= 0, topk_ids * capacity + locations, -1)
+        fits = (topk_ids >= 0) & (locations < capacity)
+        slots = torch.where(fits, topk_ids * capacity + locations, -1)
         layout = slotted_layout(slots, self.num_experts * capacity)
         buffer = scatter_rows(x, layout).view(self.group.size, self.num_local_experts, capacity, x.shape[1])
         rows = [self.group.size * capacity] * self.num_local_experts
