@@ -92,6 +92,15 @@ def test_closed_forms_of_the_merak_family(p, m):
     assert run("shifted_critical_path", p, m).step_time == expected
 
 
+@given(p=st.integers(2, 8), m=st.integers(4, 24), f=st.floats(0.5, 2), b=st.floats(0.5, 2), share=st.floats(0.1, 1))
+def test_closed_forms_of_early_recomputation_at_any_times(p, m, f, b, share):
+    times = {"f": f, "b": b, "w": f}
+    early = run("early_recompute", p, m, r=share * f, **times).step_time
+    assert early == pytest.approx(m * (f + share * f + b + f) + (p - 1) * (f + b + f))
+    last = run("last_no_recompute", p, m, r=f, **times).step_time
+    assert last == pytest.approx(m * (f + f + b + f) + (p - 2) * (f + b + f) + b)
+
+
 @given(p=st.integers(2, 8), extra=st.integers(0, 24), f=st.floats(0.5, 2), b=st.floats(0.5, 2), w=st.floats(0.5, 2))
 def test_closed_forms_of_zb_h1_where_w_is_no_longer_than_f_and_i(p, extra, f, b, w):
     w = min(w, f, b)

@@ -14,7 +14,7 @@ class LastNoRecompute(EarlyRecompute):
 
     The last rank holds one micro-batch at a time, so keeping it costs one stage's activations and takes R off
     the critical path there. Rank p-2 recomputes its first micro-batch early; the cooldown rule holds on ranks
-    up to p-3. Step time m(F+R+B) + (p-2)(F+B) + (B-R) where R <= B. Peak on rank r: min(p-r, m) micro-batches.
+    up to p-3. Step time m(F+R+B) + (p-2)(F+B) + (B-R) where R = F <= B. Peak on rank r: min(p-r, m) micro-batches.
     """
 
     class Config(ScheduleConfig):
