@@ -12,8 +12,8 @@ from ext.pipeline.schedules.one_f_one_b import OneFOneB
 class EarlyRecompute(OneFOneB):
     """1F1B with the last p-1-r recomputes of rank r ahead of their gradients (Merak, arXiv:2206.04959).
 
-    Step time m(F+R+B) + (p-1)(F+B) where R <= F. Peak on rank r: min(p-r, m) micro-batches, one of them whole while its
-    early recompute waits.
+    Step time m(F+R+B) + (p-1)(F+B) where R <= F. Peak on rank r: min(p-r, m) micro-batches, one of them whole while
+    its early recompute waits.
     """
 
     class Config(ScheduleConfig):
