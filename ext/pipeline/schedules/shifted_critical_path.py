@@ -16,7 +16,7 @@ from ext.pipeline.schedules.last_no_recompute import LastNoRecompute
 
 @SCHEDULES.register("shifted_critical_path")
 class ShiftedCriticalPath(LastNoRecompute):
-    """Shifted critical path (Merak, arXiv:2206.04959, section 4.2).
+    """Shifted critical path (Merak, arXiv:2206.04959).
 
     The last rank never recomputes, so rank p-2 has the most to do. It runs k extra warmup forwards and
     recomputes early, which fills its wait for the first gradient, and pays the extra forwards back by pairing
