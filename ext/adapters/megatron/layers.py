@@ -1,0 +1,82 @@
+"""Dropped layers inside a TransformerBlock, and the random streams that their re-runs restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import get_attr_wrapped_model
+from torch import nn
+
+from ext.core.errors import ConfigError
+from ext.recompute.regions import MicrobatchRegions
+
+
+class MegatronRngTracker:
+    """Captures and restores the streams of ``get_cuda_rng_tracker()``, which draw tensor-parallel dropout.
+
+    The name of the stream in force belongs to them: with sequence parallelism the block runs inside one, whose entry
+    in the table is out of date until it is left.
+    """
+
+    def capture(self) -> Any:
+        tracker: Any = random.get_cuda_rng_tracker()
+        return tracker.get_states(), getattr(tracker, _STREAM_IN_FORCE, None)
+
+    def restore(self, state: Any) -> None:
+        tracker: Any = random.get_cuda_rng_tracker()
+        states, name = state
+        tracker.set_states(dict(states))
+        if name is not None:
+            setattr(tracker, _STREAM_IN_FORCE, name)
+
+
+_STREAM_IN_FORCE = "_current_state_name"
+
+
+def transformer_layers(model: nn.Module) -> Sequence[nn.Module]:
+    """The layers of the model's decoder on this rank.
+
+    Raises:
+        ConfigError: the model has no decoder with layers, so nothing can be counted or dropped.
+    """
+    try:
+        decoder: Any = get_attr_wrapped_model(model, "decoder", allow_none=False)
+        return list(decoder.layers)
+    except (RuntimeError, AttributeError):
+        raise ConfigError(
+            f"ext: the model ({type(model).__name__}) has no 'decoder' with 'layers', as megatron.core's GPTModel and "
+            "MambaModel have. Use such a model, or remove the pipeline and recompute settings."
+        ) from None
+
+
+@contextmanager
+def forwards_replaced(
+    layers: Sequence[nn.Module], replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """While this lasts, ``replace(layer.forward)`` runs where a layer is called; modules, hooks and names stay."""
+    for layer in layers:
+        layer.forward = replace(layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def dropped(regions: MicrobatchRegions) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `forwards_replaced`: the layer's forward without keeping its activations.
+
+    The hidden states are the region's input. Everything else that the block passes (masks, rotary embeddings,
+    packed lengths) is shared by all layers and stays alive anyway.
+    """
+
+    def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return regions.call(lambda hidden: forward(hidden, *args, **kwargs), hidden_states)
+
+        return run
+
+    return replace

@@ -1,0 +1,237 @@
+"""One call of the forward-backward function: the actions of this rank, run with Megatron's own steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as host
+from megatron.core.utils import get_model_type
+from torch import Tensor, nn
+
+from ext.adapters.megatron.grad_sync import GradSync
+from ext.adapters.megatron.layers import MegatronRngTracker, dropped, forwards_replaced
+from ext.core.errors import DataError
+from ext.pipeline.actions import B, Kind
+from ext.pipeline.plan import Plan
+from ext.recompute.regions import MicrobatchRegions
+from ext.runtime.channels import Links, TensorSpec, as_tuple
+from ext.runtime.split_backward import WeightGradQueue
+
+
+@dataclass(frozen=True)
+class Call:
+    """What Megatron passes to a forward-backward function, as far as steps need it; see its docstring."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: nn.Module
+    config: Any
+    num_microbatches: int
+    context_parallel: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+
+
+@dataclass
+class InFlight:
+    """What a micro-batch keeps between its actions."""
+
+    inputs: Tensor | None = None
+    outputs: Any = None
+    output_spec: TensorSpec | None = None
+    input_grad: Tensor | None = None
+    regions: MicrobatchRegions | None = None
+
+
+@dataclass
+class Step:
+    """Runs a plan's actions of one rank once.
+
+    Attributes:
+        store: what the loss function gave for each micro-batch, on the last stage.
+        num_tokens: tokens that count in the loss, summed over the micro-batches.
+        num_reruns: layers that were run again.
+        num_forwards: forwards that have run.
+    """
+
+    call: Call
+    plan: Plan
+    rank: int
+    links: Links
+    layers: Sequence[nn.Module]
+    grad_sync: GradSync
+    store: list[Any] = field(default_factory=list)
+    num_reruns: int = 0
+    num_forwards: int = 0
+
+    def __post_init__(self) -> None:
+        self.weight_grads = WeightGradQueue(self.plan.max_deferred(self.rank))
+        device = next((p.device for p in self.call.model.parameters()), torch.device("cpu"))
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
+        self._flights = [InFlight() for _ in range(self.plan.num_microbatches)]
+        self._first_spec: TensorSpec | None = None
+        self._trackers = (MegatronRngTracker(),)
+        backwards = [action for action in self.plan.orders[self.rank] if action.kind is B]
+        self._last_backward = backwards[-1] if backwards else None
+
+    def run(self) -> None:
+        """Run all actions, then wait until all that was sent has left."""
+        for action in self.plan.orders[self.rank]:
+            if action == self._last_backward:
+                self.grad_sync.before_last_backward()
+            _HANDLERS[action.kind](self, action.stage, action.microbatch)
+        self.links.drain()
+
+    # -- compute -------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        call, flight = self.call, self._flights[microbatch]
+        if stage > 0:
+            inputs = self.links.inputs_from(self.plan.rank_of[stage - 1]).wait(microbatch)
+            assert isinstance(inputs, Tensor)
+            flight.inputs = inputs if call.forward_only else inputs.requires_grad_()
+        with self._layers_as_planned(stage, flight):
+            flight.outputs, num_tokens = host.forward_step(
+                self._forward_step_func(stage, microbatch),
+                call.data_iterator,
+                call.model,
+                call.num_microbatches,
+                flight.inputs,
+                self.store,
+                call.config,
+                call.context_parallel,
+                call.collect_non_loss_data,
+                is_first_microbatch=host.check_first_val_step(call.first_val_step, call.forward_only, microbatch == 0),
+                current_microbatch=microbatch,
+                is_last_stage=stage == self.plan.num_stages - 1,
+            )
+        self.num_forwards += 1
+        self.num_tokens += num_tokens
+        if stage < self.plan.num_stages - 1:
+            flight.output_spec = self._checked(flight.outputs, stage, microbatch)
+        elif call.forward_only:
+            flight.outputs = None
+        if call.forward_only:
+            flight.inputs = None
+
+    def _recompute(self, stage: int, microbatch: int) -> None:
+        regions = self._flights[microbatch].regions
+        assert regions is not None
+        regions.recompute()
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        call, flight = self.call, self._flights[microbatch]
+        gradient = None
+        if stage < self.plan.num_stages - 1:
+            received = self.links.output_grads_from(self.plan.rank_of[stage + 1]).wait(microbatch)
+            gradient = as_tuple(received)[0]
+        regions = flight.regions
+        with contextlib.nullcontext() if regions is None else regions.backward():
+            model_type = get_model_type(call.model)
+            input_grad: Any = host.backward_step(flight.inputs, flight.outputs, gradient, model_type, call.config)
+            flight.input_grad = input_grad
+        if regions is not None:
+            self.num_reruns += regions.num_reruns
+        flight.regions = flight.outputs = None
+
+    def _input_grad(self, stage: int, microbatch: int) -> None:
+        with self.weight_grads.deferring(stage, microbatch):
+            self._backward(stage, microbatch)
+
+    def _weight_grad(self, stage: int, microbatch: int) -> None:
+        self.weight_grads.release(stage, microbatch)
+
+    def _forward_step_func(self, stage: int, microbatch: int) -> Callable[..., Any]:
+        """The user's function, with weight gradients that can wait for W where the plan splits this backward."""
+        function = self.call.forward_step_func
+        if self.call.forward_only or (stage, microbatch) not in self.plan.split_backwards:
+            return function
+
+        def forward_step(*args: Any) -> Any:
+            return self.weight_grads.intercepting(lambda given: function(*given))(args)
+
+        return forward_step
+
+    @contextlib.contextmanager
+    def _layers_as_planned(self, stage: int, flight: InFlight) -> Iterator[None]:
+        """The first layers of the stage, as many as the plan recomputes, drop what they would keep."""
+        count = self.plan.recomputed_layers[stage]
+        if self.call.forward_only or not count:
+            yield
+            return
+        regions = flight.regions = MicrobatchRegions(self._trackers)
+        replace = dropped(regions)
+        if self.plan.split_backwards:  # the re-run makes the graph that the backward walks
+            queue = self.weight_grads
+            with forwards_replaced(self.layers[:count], lambda forward: replace(_intercepted(queue, forward))):
+                yield
+            return
+        with forwards_replaced(self.layers[:count], replace):
+            yield
+
+    # -- communication -------------------------------------------------------------------------------------
+
+    def _send_outputs(self, stage: int, microbatch: int) -> None:
+        flight = self._flights[microbatch]
+        self.links.outputs_to(self.plan.rank_of[stage + 1]).send(flight.outputs, microbatch)
+        if self.call.forward_only:
+            flight.outputs = None
+        else:
+            # The channel holds the memory until the send is done: what is freed here is the graph's hold on it.
+            host.deallocate_output_tensor(flight.outputs, self.call.config.deallocate_pipeline_outputs)
+
+    def _checked(self, outputs: Any, stage: int, microbatch: int) -> TensorSpec:
+        """The shape of a stage's output, refused where the next stage does not expect it."""
+        if not isinstance(outputs, Tensor):
+            raise DataError(
+                f"stage {stage} must give one tensor to the next one, found {type(outputs).__name__}. Let the "
+                "forward step return the model's output tensor."
+            )
+        spec = TensorSpec(tuple(outputs.shape), outputs.dtype, requires_grad=False)
+        self._first_spec = self._first_spec or spec
+        if spec != self._first_spec and not self.call.config.variable_seq_lengths:
+            raise DataError(
+                f"micro-batch {microbatch}: stage output got {spec}, expected {self._first_spec} as in the first "
+                "micro-batch of the step. Pad to one size, or set variable_seq_lengths in Megatron's config."
+            )
+        return spec
+
+    def _post_inputs(self, stage: int, microbatch: int) -> None:
+        self.links.inputs_from(self.plan.rank_of[stage - 1]).post(microbatch)
+
+    def _send_input_grads(self, stage: int, microbatch: int) -> None:
+        flight = self._flights[microbatch]
+        assert flight.inputs is not None
+        gradient = torch.zeros_like(flight.inputs) if flight.input_grad is None else flight.input_grad
+        self.links.input_grads_to(self.plan.rank_of[stage - 1]).send_known([gradient])
+        flight.inputs = flight.input_grad = None
+
+    def _post_output_grads(self, stage: int, microbatch: int) -> None:
+        spec = self._flights[microbatch].output_spec
+        assert spec is not None
+        self.links.output_grads_from(self.plan.rank_of[stage + 1]).post(microbatch, (spec,))
+
+
+def _intercepted(queue: WeightGradQueue, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return queue.intercepting(lambda _: forward(*args, **kwargs))(None)
+
+    return run
+
+
+_HANDLERS: dict[Kind, Callable[[Step, int, int], None]] = {
+    Kind.F: Step._forward,
+    Kind.R: Step._recompute,
+    Kind.B: Step._backward,
+    Kind.I: Step._input_grad,
+    Kind.W: Step._weight_grad,
+    Kind.SEND_F: Step._send_outputs,
+    Kind.RECV_F: Step._post_inputs,
+    Kind.SEND_B: Step._send_input_grads,
+    Kind.RECV_B: Step._post_output_grads,
+}
