@@ -13,7 +13,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from ext.adapters.deepspeed.moe_checkpoint import load_across_expert_sizes
+from ext.adapters.deepspeed.moe_checkpoint import keep_biases, load_across_expert_sizes
 from ext.adapters.deepspeed.moe_gate import check_top_k
 from ext.adapters.deepspeed.moe_layer import DispatchMoE, DispatchMOELayer
 from ext.adapters.deepspeed.moe_monitor import report_each_step
@@ -113,6 +113,7 @@ def connect(
     count_experts_once(engine)  # on stages without experts too, since all stages add up
     if engine.has_moe_layers:
         load_across_expert_sizes(engine)
+        keep_biases(engine, layers)
     report_each_step(engine, layers)
     return layers
 
