@@ -13,10 +13,10 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from ext.adapters.deepspeed.moe_checkpoint import keep_biases, load_across_expert_sizes
+from ext.adapters.deepspeed.moe_checkpoint import load_across_expert_sizes
 from ext.adapters.deepspeed.moe_gate import check_top_k
 from ext.adapters.deepspeed.moe_layer import DispatchMoE, DispatchMOELayer
-from ext.adapters.deepspeed.moe_monitor import report_each_step
+from ext.adapters.deepspeed.moe_monitor import keep_biases, report_each_step
 from ext.adapters.deepspeed.moe_norm import count_experts_once
 from ext.comm.topology import rank_groups
 from ext.core.errors import ConfigError

@@ -26,12 +26,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ext.adapters.deepspeed.moe_layer import DispatchMOELayer
 from ext.core.errors import CheckpointError
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _MASTER = "fp32 master weights"
-_BIASES = "ext_moe_biases"
 
 States = dict[str, dict[str, Any]]
 """By global parameter name: its optimizer states, tensors flat."""
@@ -50,28 +48,6 @@ class Saved:
     states: States
     groups: Sequence[Mapping[str, Any]]
     partition: Mapping[str, Any] | None = None
-
-
-def keep_biases(engine: Any, layers: Sequence[DispatchMOELayer]) -> None:
-    """Save the balancing biases in the client state, which DeepSpeed carries in its own files, and load them."""
-    biases = {layer.name: layer.router.bias for layer in layers if layer.router.bias is not None}
-    if not biases:
-        return
-    host_save, host_load = engine.save_checkpoint, engine.load_checkpoint
-
-    def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        state = {**(client_state or {}), _BIASES: {name: bias.tolist() for name, bias in biases.items()}}
-        return host_save(save_dir, tag, state, *args, **kwargs)
-
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        path, client_state = host_load(*args, **kwargs)
-        saved = (client_state or {}).pop(_BIASES, {})
-        for name, bias in biases.items():
-            if name in saved:
-                bias.copy_(torch.tensor(saved[name]))
-        return path, client_state
-
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
 def load_across_expert_sizes(engine: Any) -> None:

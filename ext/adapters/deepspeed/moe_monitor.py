@@ -1,10 +1,11 @@
-"""After every optimizer step: the routers' loads to DeepSpeed's monitor, and the bias that evens them out."""
+"""The routers' loads in DeepSpeed's monitor, and the bias that evens them out, after every optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_pipeline_parallel_world_size
 
@@ -12,6 +13,7 @@ from ext.adapters.deepspeed.moe_layer import DispatchMOELayer
 from ext.moe.statistics import Load, take_loads, update_bias
 
 Events = list[tuple[str, float, int]]
+_BIASES = "ext_moe_biases"
 
 
 def report_each_step(engine: Any, layers: Sequence[DispatchMOELayer]) -> None:
@@ -26,6 +28,28 @@ def report_each_step(engine: Any, layers: Sequence[DispatchMOELayer]) -> None:
         _after_step(engine, layers)
 
     engine._take_model_step = take_model_step
+
+
+def keep_biases(engine: Any, layers: Sequence[DispatchMOELayer]) -> None:
+    """Save the balancing biases in the client state, which DeepSpeed carries in its own files, and load them."""
+    biases = {layer.name: layer.router.bias for layer in layers if layer.router.bias is not None}
+    if not biases:
+        return
+    host_save, host_load = engine.save_checkpoint, engine.load_checkpoint
+
+    def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        state = {**(client_state or {}), _BIASES: {name: bias.tolist() for name, bias in biases.items()}}
+        return host_save(save_dir, tag, state, *args, **kwargs)
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        path, client_state = host_load(*args, **kwargs)
+        saved = (client_state or {}).pop(_BIASES, {})
+        for name, bias in biases.items():
+            if name in saved:
+                bias.copy_(torch.tensor(saved[name]))
+        return path, client_state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
 def events_of(name: str, load: Load, samples: int) -> Events:
