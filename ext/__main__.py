@@ -20,8 +20,9 @@ COMMANDS = (
     "check",
     "doctor",
     "simulate",
+    "trace",
 )
-"""Each is a function of this name in ``ext/commands/<name>.py``, imported when it is used."""
+"""Each is a function, or an app of commands, of this name in ``ext/commands/<name>.py``, imported when it is used."""
 
 EXIT_INFEASIBLE = 2
 EXIT_BAD_CONFIG = 3
@@ -42,6 +43,10 @@ class Commands(TyperGroup):
                 f"unknown command '{cmd_name}'.{nearest(cmd_name, COMMANDS)} Known: {', '.join(COMMANDS)}."
             )
         function = getattr(importlib.import_module(f"ext.commands.{cmd_name}"), cmd_name)
+        if isinstance(function, typer.Typer):
+            group = typer.main.get_command(function)
+            group.name = cmd_name
+            return group
         app = typer.Typer(add_completion=False)
         app.command(cmd_name)(function)
         return typer.main.get_command(app)

@@ -39,6 +39,17 @@ class TraceFile:
     plan: Plan
     steps: tuple[StepTrace, ...]
 
+    @property
+    def pipeline_time(self) -> float:
+        """Seconds, mean over the steps."""
+        return math.fsum(trace.pipeline_time for trace in self.steps) / len(self.steps)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Share of the pipeline time in which a rank does not compute, by rank, mean over the steps."""
+        by_rank = zip(*(trace.bubbles for trace in self.steps), strict=True)
+        return tuple(math.fsum(shares) / len(self.steps) for shares in by_rank)
+
     def to_json(self) -> dict[str, Any]:
         """As Chrome and Perfetto read it; times count from the first span."""
         origin = min(span.start for trace in self.steps for row in trace.rows for span in row)
