@@ -1,4 +1,5 @@
 """Train a GPT on DeepSpeed with this package. See run_scripts/gpt/ for the parts, and --help for the options.
+With ``--megatron PATH -- <Megatron flags>`` it runs an unmodified Megatron-LM instead; see run_scripts/gpt/megatron.py.
 
     deepspeed --num_accelerators 2 run_scripts/pretrain_gpt.py --config run_scripts/configs/gpt_small_pp2.json
 
@@ -12,13 +13,16 @@ import sys
 import time
 
 from ext.core.errors import ConfigError, DataError, ExtError
-from gpt import arguments
+from gpt import arguments, megatron
 from gpt.check import check
 
 
 def main() -> int:
     """Parse, check, hand over; an error of ours is one text on rank 0."""
     try:
+        if megatron.is_asked(sys.argv[1:]):
+            megatron.run(sys.argv[1:])
+            return 0
         options = arguments.parse()
         ds_config, num_stages = check(options)
         if options.check:
@@ -40,4 +44,7 @@ def _fail(error: ExtError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code != 0:
+        sys.stdout.flush()
+        os._exit(code)  # a process group that is still connected may abort the interpreter's own end

@@ -10,8 +10,9 @@ from ext.config import check_config
 from ext.config.source import read_ds_config
 from ext.core.errors import ConfigError
 from ext.core.launch_env import check_launch_environment
-from gpt import corpus
+from gpt import corpus, tokenizer
 from gpt.arguments import Arguments
+from gpt.tokenizer import Tokenizer
 
 NUM_OTHER_LAYERS = 4
 """Layers of the model that are no transformer blocks: embedding, positions, final norm, head."""
@@ -45,8 +46,22 @@ def check(arguments: Arguments) -> tuple[dict[str, Any], int]:
     )
     if problems:
         raise ConfigError(*problems)
+    vocabulary(arguments)
     corpus.find(arguments.data_path)
     return ds_config, num_stages
+
+
+def vocabulary(arguments: Arguments) -> tuple[Tokenizer, int]:
+    """The tokenizer and the size of the model's vocabulary.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded or has more tokens than the vocabulary.
+    """
+    tokens = tokenizer.load(arguments.tokenizer)
+    size = arguments.vocab_size or tokens.vocab_size
+    if size < tokens.vocab_size:
+        raise ConfigError(f"--vocab-size: {size} is too small, the tokenizer has {tokens.vocab_size} tokens.")
+    return tokens, size
 
 
 def _require_launcher(environment: Mapping[str, str]) -> None:

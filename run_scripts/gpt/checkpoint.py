@@ -77,7 +77,7 @@ class DurableCheckpointEngine(TorchCheckpointEngine):
                 os.fsync(file.fileno())
             self.written[Path(path)] = WrittenFile.of(Path(path))
         except (OSError, RuntimeError) as error:
-            self.failure = CheckpointError(f"{path} cannot be written: {error}")
+            self.failure = CheckpointError(f"{path} cannot be written: {_cause(error)}")
 
 
 class Checkpoints:
@@ -241,6 +241,14 @@ def _compare(written: Mapping[str, Any], current: Mapping[str, Any], folder: Pat
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The system's own error, which torch's writer may hide behind its own."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, OSError):
+        inner = inner.__context__
+    return inner or error
 
 
 def _make_empty(folder: Path) -> None:

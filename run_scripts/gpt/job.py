@@ -22,8 +22,9 @@ from rich.console import Console
 
 import ext
 from ext.core.errors import ConfigError
-from gpt import corpus, device, model, sampling, tokenizer
+from gpt import corpus, device, model, sampling
 from gpt.arguments import RUNS, Arguments
+from gpt.check import vocabulary
 from gpt.checkpoint import LATEST, Checkpoints, find_intact
 from gpt.learning_rate import WarmupCosine
 from gpt.loop import Rhythm, Trainer
@@ -104,10 +105,7 @@ def _sampler(engine: Any, tokens: corpus.Range, arguments: Arguments, num_microb
 
 
 def _load_data(arguments: Arguments) -> tuple[model.GPTConfig, corpus.Corpus]:
-    tokens = tokenizer.load(arguments.tokenizer)
-    vocab_size = arguments.vocab_size or tokens.vocab_size
-    if vocab_size < tokens.vocab_size:
-        raise ConfigError(f"--vocab-size: {vocab_size} is too small, the tokenizer has {tokens.vocab_size} tokens.")
+    tokens, vocab_size = vocabulary(arguments)
     data = corpus.find(arguments.data_path).load(tokens)
     for part, name in ((data.train, "training"), (data.validation, "validation")):
         sampling.check(part, name, arguments.seq_length, vocab_size)

@@ -52,6 +52,8 @@ def test_all_wrong_values_are_named_at_once():
         (["--world-size", 2, "--num-layers", 1], "1 transformer blocks cannot fill 2"),
         (["--world-size", 2, "--data-path", "/none"], "/none does not exist"),
         (["--world-size", 2, "--config", "/none.json"], "/none.json"),
+        (["--world-size", 2, "--vocab-size", 100], "--vocab-size: 100 is too small, the tokenizer has 257"),
+        (["--world-size", 2, "--tokenizer", "/none.json"], "--tokenizer: /none.json cannot be read"),
     ],
 )
 def test_refused_with_one_text(options, says):
