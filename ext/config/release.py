@@ -34,10 +34,10 @@ BUILT: dict[str, bool | dict[str, bool]] = {
     },
     "pipeline.partition": {
         "module": True,
-        "uniform": False,
-        "recompute_aware": False,
+        "uniform": True,
+        "recompute_aware": True,
         "auto": False,
-        PER_STAGE: False,
+        PER_STAGE: True,
     },
     "pipeline.tolerance": False,
     "recompute.policy": {

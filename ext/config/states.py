@@ -41,7 +41,7 @@ def state_bytes(ds_config: dict[str, Any], data_parallel: int, optimizer: str | 
         data_parallel: replicas, among which ZeRO 1 shares.
         optimizer: name of the optimizer's class where the program makes it itself.
     """
-    model = _model_bytes(ds_config)
+    model = _BYTES[precision(ds_config)]
     accumulated = _BYTES.get(str((ds_config.get("data_types") or {}).get("grad_accum_dtype")), model)
     zero = (ds_config.get("zero_optimization") or {}).get("stage", 0)
     moments = 4.0 * _moments(ds_config, optimizer)
@@ -56,8 +56,9 @@ def state_bytes(ds_config: dict[str, Any], data_parallel: int, optimizer: str | 
     return StateBytes(model, gradient=accumulated, optimizer=4 + moments, shards=data_parallel, bucket=bucket)
 
 
-def _model_bytes(ds_config: dict[str, Any]) -> int:
-    return 2 if _is_on(ds_config, "bf16") or _is_on(ds_config, "fp16") else 4
+def precision(ds_config: dict[str, Any]) -> str:
+    """Of the parameters in training: fp32, fp16 or bf16."""
+    return next((name for name in ("bf16", "fp16") if _is_on(ds_config, name)), "fp32")
 
 
 def _is_on(ds_config: dict[str, Any], precision: str) -> bool:

@@ -41,10 +41,11 @@ def stage_loads(schedule: Schedule, stage: int) -> Loads:
     return Loads(*(heaviest_loads(place_recomputes(order, early, stages)) for stages in ((), (stage,))))
 
 
-def fewest_recomputed(loads: Loads, model: StageModel, budget: float) -> Fit:
-    """The fewest recomputed layers with which a stage keeps within its budget."""
+def fewest_recomputed(loads: Loads, model: StageModel, budget: float, allowed: Sequence[int] | None = None) -> Fit:
+    """The fewest recomputed layers with which a stage keeps within its budget, of all or of the allowed numbers."""
     least = float("inf")
-    for count, costs in enumerate(model.costs):
+    for count in range(len(model.costs)) if allowed is None else allowed:
+        costs = model.costs[count]
         size = peak(loads.recomputing if count else loads.keeping, costs) + model.fixed
         if size <= budget * ROUNDING:
             return Fit(count, size)

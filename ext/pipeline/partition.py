@@ -97,6 +97,7 @@ def recompute_aware(
     states: StateBytes,
     budgets: Sequence[float],
     *,
+    allowed: Callable[[int, int], Sequence[int]] = lambda stage, most: range(most + 1),
     max_unfinished_sends: int = 0,
     show: Callable[[float], str] = "{:.4g}".format,
 ) -> Layout:
@@ -112,6 +113,7 @@ def recompute_aware(
         loss: what the last stage computes behind its layers.
         states: bytes of parameters, gradients and optimizer.
         budgets: bytes that each rank may hold, by stage.
+        allowed: numbers of recomputed layers to choose from, fewest first, of a stage and the most that it can have.
         max_unfinished_sends: messages of a channel that are kept until they have left.
         show: writes an amount of memory with its unit.
 
@@ -123,13 +125,15 @@ def recompute_aware(
     uniform_layers(len(layers), num_stages)
     parts = _Parts(layers, loss, num_stages, states, max_unfinished_sends)
     found = [
-        layout for variant in schedule.variants() if (layout := _Search(variant, parts, budgets).best()) is not None
+        layout
+        for variant in schedule.variants()
+        if (layout := _Search(variant, parts, budgets, allowed).best()) is not None
     ]
     if not found:
         raise InfeasibleError(
             f"no layout of {len(layers)} layers on {num_stages} stages fits budgets of "
-            f"{', '.join(map(show, budgets))} per stage under schedule '{schedule.config.type}', with everything "
-            "recomputed that may be. Raise the budget, use more stages or a smaller micro-batch."
+            f"{', '.join(map(show, budgets))} per stage under schedule '{schedule.config.type}', with the "
+            "recomputation asked for. Raise the budget, use more stages or a smaller micro-batch."
         )
     return min(found, key=lambda layout: layout.step_time)
 
@@ -168,8 +172,15 @@ class _Parts:
 class _Search:
     """The dynamic program under one order."""
 
-    def __init__(self, schedule: Schedule, parts: _Parts, budgets: Sequence[float]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: _Parts,
+        budgets: Sequence[float],
+        allowed: Callable[[int, int], Sequence[int]],
+    ) -> None:
         self._schedule = schedule
+        self._allowed = allowed
         self._parts = parts
         self._budgets = budgets
         self._num_stages = len(schedule.rank_of)
@@ -228,7 +239,8 @@ class _Search:
 
     def _fit(self, stage: int, first: int, stop: int) -> tuple[float, int, StageModel]:
         model = self._parts.model(first, stop, may_recompute=self._schedule.may_recompute(stage))
-        count = fewest_recomputed(self._loads[stage], model, self._budgets[stage]).num_recomputed
+        allowed = self._allowed(stage, len(model.costs) - 1)
+        count = fewest_recomputed(self._loads[stage], model, self._budgets[stage], allowed).num_recomputed
         if count is None:
             return math.inf, 0, model
         return _time(model.costs[count]) + model.costs[count].recompute, count, model

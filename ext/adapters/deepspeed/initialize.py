@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.constants import USE_DATA_BEFORE_EXPERT_PARALLEL
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -18,11 +19,13 @@ import patches
 from ext.adapters.deepspeed import moe, resolve
 from ext.adapters.deepspeed.engine import PlanPipelineEngine
 from ext.adapters.deepspeed.layers import LayerInventory
+from ext.adapters.deepspeed.placement import PlacedPipelineModule, placement_problem
 from ext.config import ExtConfig, check_config
 from ext.config.source import read_ds_config
 from ext.core.errors import ConfigError
 from ext.core.launch_env import check_launch_environment
 from ext.core.versions import deepspeed_refusal
+from ext.pipeline.memory_table import StageMemory
 
 # The patch deepspeed_initialize may put our own function in its place later.
 _host_initialize = deepspeed.initialize
@@ -30,6 +33,7 @@ _host_initialize = deepspeed.initialize
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """See `ext.initialize`."""
+    sample_batch = kwargs.pop("sample_batch", None)
     bound = inspect.signature(_host_initialize).bind(*args, **kwargs)
     arguments = bound.arguments
     raw = _config_of(arguments)
@@ -47,11 +51,18 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     engine = result[0]
     if config.moe is not None:
         moe.connect(engine, config.moe.dispatcher, config.moe.topology.ranks_per_node)
+    if sample_batch is not None and isinstance(engine, PlanPipelineEngine):
+        engine.memory.decide_from(sample_batch)
     resolution = getattr(engine, "resolution", None)
     if engine.global_rank == 0 and (resolution is not None or config.moe is not None):
         resolve.write_resolved(config, resolution)
         print(resolve.summary(config, resolution), file=sys.stderr, flush=True)  # noqa: T201 - the promised line
     return result
+
+
+def memory_report(engine: Any) -> list[StageMemory]:
+    """See `ext.memory_report`."""
+    return list(engine.memory.rows) if isinstance(engine, PlanPipelineEngine) else []
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -119,9 +130,10 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
             world_size=model.world_size,
             pipeline_stages=num_stages,
             tensor_parallel=model._grid.get_slice_parallel_world_size(),
-            num_layers=len(inventory.names),
+            num_layers=None if isinstance(model, PlacedPipelineModule) else len(inventory.names),
         )
     ]
+    problems += filter(None, (placement_problem(model, config), _missing_budget(config)))
     problems += [
         f"stage {stage} has no layers: {len(inventory.names)} layers on {num_stages} stages, bounds "
         f"{list(inventory.bounds)}. Use fewer stages or another partition_method."
@@ -131,6 +143,19 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
     if config.moe is not None:
         problems += moe.problems(model, num_stages or 1)
     raise_if_any(problems)
+
+
+def _missing_budget(config: ExtConfig) -> str | None:
+    recompute = config.recompute
+    if recompute is None or recompute.memory_budget_gib is not None or not resolve.needs_profile(config):
+        return None
+    device: Any = get_accelerator()
+    if device.device_name() != "cpu":
+        return None
+    return (
+        f"{resolve.BUDGET_KEY}: missing. On CPU the policy '{recompute.policy.type}' needs it, as the ranks share one "
+        "memory. Give the GiB of one rank: one number, or a list with one per stage."
+    )
 
 
 def raise_if_any(problems: list[str]) -> None:

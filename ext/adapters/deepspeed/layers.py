@@ -27,19 +27,9 @@ class LayerInventory:
 
     @classmethod
     def of(cls, module: PipelineModule) -> LayerInventory:
-        """Read off the module's specs, so that every rank sees every stage without building it.
-
-        A layer can be recomputed if it is a module, not a plain function, and is of a class named in
-        ``checkpointable_layers`` where the module names any.
-        """
+        """Read off the module's specs, so that every rank sees every stage without building it."""
         specs = module._layer_specs
-        eligible = module.checkpointable_layers
-        names = tuple(_name_of(spec) for spec in specs)
-        recomputable = tuple(
-            isinstance(spec, LayerSpec | nn.Module) and (eligible is None or name in eligible)
-            for spec, name in zip(specs, names, strict=True)
-        )
-        return cls(names, recomputable, tuple(map(int, module.parts)))
+        return cls(names_of(specs), eligible(specs, module.checkpointable_layers), tuple(map(int, module.parts)))
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -58,10 +48,20 @@ class LayerInventory:
         return frozenset(positions[:count])
 
 
-def _name_of(spec: Any) -> str:
-    if isinstance(spec, LayerSpec):
-        return spec.typename.__name__
-    return getattr(spec, "__name__", type(spec).__name__)
+def names_of(specs: Sequence[Any]) -> tuple[str, ...]:
+    """Class name of each layer, or what a function is called."""
+    return tuple(
+        spec.typename.__name__ if isinstance(spec, LayerSpec) else getattr(spec, "__name__", type(spec).__name__)
+        for spec in specs
+    )
+
+
+def eligible(specs: Sequence[Any], classes: Sequence[str] | None) -> tuple[bool, ...]:
+    """Whether each layer can be recomputed: modules, not plain functions, of one of the classes where any are named."""
+    return tuple(
+        isinstance(spec, LayerSpec | nn.Module) and (classes is None or name in classes)
+        for spec, name in zip(specs, names_of(specs), strict=True)
+    )
 
 
 @contextmanager

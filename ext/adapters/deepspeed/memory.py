@@ -87,6 +87,11 @@ class MemoryWatch:
                 self._device.reset_peak_memory_stats()
         return data_iter
 
+    def decide_from(self, sample_batch: Any) -> None:
+        """Do now, with the user's micro-batch, what the first step would do with its own. Collective over the world."""
+        if self._is_due:
+            self.profile_with(iter([sample_batch]))
+
     def profile_with(self, microbatches: Iterator[Any]) -> Iterator[Any]:
         """Profile the stages on the first of these micro-batches and have the engine run what that decides.
 
@@ -111,6 +116,8 @@ class MemoryWatch:
         )
         engine.resolve_again()
         self._check_budgets()
+        if engine.global_rank == 0:
+            resolve.write_resolved(engine.ext_config, engine.resolution)
         self._announce("predicted " + table(self.rows))
         return replayed.again()
 

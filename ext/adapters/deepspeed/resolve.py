@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ext.pipeline.passes import add_communication
 from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.schedule import SCHEDULES, Schedule
 from ext.pipeline.stage_model import PipelineProfile
-from ext.recompute.policy import POLICIES
+from ext.recompute.policy import POLICIES, PerStageRecompute
 from ext.recompute.stage_aware import BudgetError, Choice, ProfiledPolicy
 
 RESOLVED_CONFIG = "ext_resolved_config.json"
@@ -101,6 +101,18 @@ def needs_profile(config: ExtConfig) -> bool:
     return recompute is not None and (
         recompute.memory_budget_gib is not None or issubclass(POLICIES.get(recompute.policy.type), ProfiledPolicy)
     )
+
+
+def allowed_counts(config: ExtConfig, schedule: Schedule) -> Callable[[int, int], Sequence[int]]:
+    """Numbers of recomputed layers that the config leaves open, of a stage and the most that it can have."""
+    options = None if config.recompute is None else config.recompute.policy
+    if options is not None and issubclass(POLICIES.get(options.type), ProfiledPolicy):
+        return lambda stage, most: range(most + 1)
+    if isinstance(options, PerStageRecompute.Config):
+        layers = options.layers
+        return lambda stage, most: [count for count in layers[stage : stage + 1] if count <= most]
+    recomputes = schedule.recomputes_by_default if options is None else options.type == "full"
+    return lambda stage, most: [most if recomputes else 0]
 
 
 def budgets_in_bytes(config: ExtConfig, num_stages: int, device_bytes: int | None) -> list[int] | None:
