@@ -4,6 +4,11 @@
 
 The script's own ``deepspeed.initialize`` becomes `ext.initialize`, and pipeline modules that it builds have their
 layers placed by ``ext.pipeline.partition``. A config that cannot work is refused before the script starts.
+
+    torchrun --nproc-per-node 8 -m ext.run pretrain_gpt.py <Megatron flags> --ext-pipeline-schedule zb_h1
+
+A script in a checkout of Megatron-LM, or one that gets ``--ext-`` flags, is a script of Megatron; ``--cpu`` in front of
+it runs it without a GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +18,10 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from ext.commands.checkout import find_checkout
 from ext.config import check_config, read_ds_config
 from ext.core.errors import ConfigError, ExtError
 from ext.core.launch_env import check_launch_environment
@@ -76,6 +83,9 @@ def _option(arguments: Sequence[str], name: str) -> str | None:
 
 
 def _run(script: str, arguments: Sequence[str]) -> None:
+    if _is_for_megatron(script, arguments):
+        _run_megatron(Path(script), arguments)
+        return
     import patches
 
     for name in PATCHES:
@@ -83,6 +93,29 @@ def _run(script: str, arguments: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def _is_for_megatron(script: str, arguments: Sequence[str]) -> bool:
+    return _has_training_code(Path(script).resolve().parent) or any(a.startswith("--ext-") for a in arguments)
+
+
+def _run_megatron(script: Path, arguments: Sequence[str]) -> None:
+    from ext.adapters.megatron import launch
+
+    folder = script.resolve().parent
+    given = str(folder) if _has_training_code(folder) else os.environ.get("MEGATRON_LM")
+    sys.path.insert(0, str(folder))
+    is_found = find_spec("megatron") is not None and find_spec("megatron.training") is not None
+    launch.run(
+        script,
+        [argument for argument in arguments if argument != launch.CPU],
+        checkout=None if given is None and is_found else find_checkout(given),
+        cpu=launch.CPU in arguments,
+    )
+
+
+def _has_training_code(folder: Path) -> bool:
+    return (folder / "megatron" / "training").is_dir()
 
 
 if __name__ == "__main__":

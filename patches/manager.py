@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Patch:
         signature: of the target as tested; another one is refused.
         replacement: ``"module:attribute"``, imported when the patch is applied.
         reason: why neither a subclass nor a hook would do.
+        importers: more places, in modules that import the name from one of ``places`` when they are loaded. Those
+            loaded by then are replaced too, the others take the replacement over; none needs to exist.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Patch:
     signature: str
     replacement: str
     reason: str
+    importers: tuple[str, ...] = ()
 
 
 _originals: dict[str, list[tuple[str, Any]]] = {}
@@ -72,17 +76,18 @@ def apply(name: str) -> None:
     _check_version(patch)
     original = _read(patch, patch.target)
     _check_signature(patch, original)
-    for place in patch.places:
+    places = (*patch.places, *(place for place in patch.importers if _is_loaded(place)))
+    for place in places:
         if _read(patch, place) is not original:
             raise PatchError(f"patch {name}: {place} is not {patch.target}; something else has replaced it already.")
     replacement = _read(patch, patch.replacement)
     done: list[tuple[str, Any]] = []
     try:
-        for place in patch.places:
+        for place in places:
             _write(place, replacement)
             done.append((place, original))
     except (AttributeError, TypeError) as error:
-        failed = patch.places[len(done)]
+        failed = places[len(done)]
         for place, value in reversed(done):
             _write(place, value)
         raise PatchError(f"patch {name}: {failed} cannot be replaced: {error}") from error
@@ -91,9 +96,14 @@ def apply(name: str) -> None:
 
 def undo(name: str) -> None:
     """Put the originals back. Does nothing where the patch is not in force."""
-    _find(name)
-    for place, original in reversed(_originals.pop(name, [])):
-        _write(place, original)
+    patch = _find(name)
+    done = _originals.pop(name, [])
+    if not done:
+        return
+    replacement, original = _read(patch, patch.replacement), done[0][1]
+    done += [(p, original) for p in patch.importers if _is_loaded(p) and _read(patch, p) is replacement]
+    for place, value in reversed(done):
+        _write(place, value)
 
 
 @contextmanager
@@ -139,6 +149,11 @@ def _check_signature(patch: Patch, original: Any) -> None:
 def signature_of(target: Any) -> str:
     """The parameter names of a function or class, as patches note them."""
     return f"({', '.join(inspect.signature(target).parameters)})"
+
+
+def _is_loaded(place: str) -> bool:
+    module_name, _, attribute = place.partition(":")
+    return hasattr(sys.modules.get(module_name), attribute)
 
 
 def _read(patch: Patch, place: str) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from ext.adapters.megatron import launch
 from ext.commands.checkout import find_checkout

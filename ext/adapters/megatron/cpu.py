@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -42,6 +43,9 @@ def install() -> None:
     _replace_factories()
     _replace_random_numbers()
     _replace_streams()
+    # There is one generator for both here, so what the host warns of is bound to happen.
+    random = logging.getLogger("megatron.core.tensor_parallel.random")
+    random.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     _replace_tensor_types()
     _mend_moe()
 

@@ -30,9 +30,13 @@ class Limit(NamedTuple):
 ALWAYS = (
     Limit(
         "virtual_pipeline_model_parallel_size",
-        "--num-layers-per-virtual-pipeline-stage (or --num-virtual-stages-per-pipeline-rank)",
+        "virtual_pipeline_model_parallel_size",
         "a rank holds one stage here. Remove it",
         (None, 1),
+    ),
+    *(
+        Limit(setting, f"--{setting.replace('_', '-')}", "a rank holds one stage here. Remove it", (None,))
+        for setting in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
     ),
     Limit("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", "it is a schedule of its own"),
     Limit("delay_wgrad_compute", "--delay-wgrad-compute", "nothing would run the delayed gradients. Use zb_h1 instead"),
@@ -53,6 +57,7 @@ ALWAYS = (
 )
 WITH_RECOMPUTE = (
     Limit("recompute_granularity", "--recompute-granularity", "one of both recomputes. Remove one"),
+    Limit("recompute_activations", "--recompute-activations", "one of both recomputes. Remove one"),
     Limit("cpu_offloading", "--cpu-offloading-num-layers", "what it moves is what recomputation drops"),
     Limit("fp8", "--fp8-format", "re-runs would move the scales of FP8 layers. Use bf16, or Megatron's recomputation"),
     Limit("fp4", "--fp4-format", "re-runs would move the scales of FP4 layers. Use bf16, or Megatron's recomputation"),
@@ -65,6 +70,7 @@ WITH_SPLIT = (
         "fused gradients cannot wait for W. Add --no-gradient-accumulation-fusion",
     ),
     Limit("recompute_granularity", "--recompute-granularity", "use --ext-recompute-policy, whose re-runs it knows"),
+    Limit("recompute_activations", "--recompute-activations", "use --ext-recompute-policy, whose re-runs it knows"),
     Limit("save_wgrads_interval", "--save-wgrads-interval", "it looks at gradients inside the backward"),
 )
 

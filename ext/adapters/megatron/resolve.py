@@ -10,13 +10,15 @@ import ext
 from ext.config import ExtConfig
 from ext.core.errors import ConfigError
 from ext.pipeline import placement
-from ext.pipeline.actions import Action, F
+from ext.pipeline.actions import Action, F, W
 from ext.pipeline.build import build_plan, default_recompute
 from ext.pipeline.passes import add_communication
 from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.schedule import SCHEDULES, Schedule
 from ext.recompute.policy import POLICIES
 from ext.recompute.stage_aware import ProfiledPolicy
+
+_SAMPLE = PipelineShape(num_ranks=2, num_microbatches=8)
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,15 @@ def uses_profile(config: ExtConfig) -> bool:
     return config.recompute is not None and issubclass(POLICIES.get(config.recompute.policy.type), ProfiledPolicy)
 
 
-def splits_backward(config: ExtConfig, num_ranks: int, num_microbatches: int) -> bool:
+def schedule_type(config: ExtConfig) -> str:
+    """Name of the configured schedule."""
+    return "1f1b" if config.pipeline is None else config.pipeline.schedule.type
+
+
+def splits_backward(config: ExtConfig) -> bool:
     """Whether the configured schedule runs I and W apart."""
-    schedule = make_schedule(config, PipelineShape(num_ranks, num_microbatches))
-    return any(action.kind.value == "W" for rank in range(num_ranks) for action in schedule.order(rank))
+    schedule = make_schedule(config, _SAMPLE)
+    return any(action.kind is W for rank in range(_SAMPLE.num_ranks) for action in schedule.order(rank))
 
 
 def forward_plan(layers_per_stage: Sequence[int], num_microbatches: int) -> Plan:

@@ -13,11 +13,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from ext.adapters.megatron import limits, resolve
+from ext.adapters.megatron import arguments, check, limits, resolve
 from ext.adapters.megatron.grad_sync import GradSync
 from ext.adapters.megatron.layers import transformer_layers
 from ext.adapters.megatron.linear import make_deferrable, undeferrable_layers
 from ext.adapters.megatron.step import Call, Step
+from ext.adapters.megatron.support import unsupported
 from ext.config import ExtConfig
 from ext.core.errors import ConfigError, DataError
 from ext.runtime.channels import Links
@@ -36,6 +37,7 @@ class PlanForwardBackward:
     """
 
     def __init__(self, config: ExtConfig, name: Callable[[str], str] = "ext.{}".format) -> None:
+        check.raise_if_any(unsupported(config, tuple(flag.path for flag in arguments.flags()), name))
         self.config = config
         self.recomputes: dict[int, int] = {}
         self._name = name

@@ -1,0 +1,88 @@
+"""Our flags against Megatron's parsed arguments, before launch: everything that cannot work, both flags named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ext.adapters.megatron import limits, resolve
+from ext.adapters.megatron.arguments import Request
+from ext.config import ExtConfig
+from ext.core.errors import ConfigError
+from ext.pipeline.schedule import SCHEDULES
+
+
+def problems(args: Any, request: Request) -> list[str]:
+    """Every problem, empty where there is none.
+
+    Args:
+        args: Megatron's, as parsed and not yet validated: what the user typed, with defaults elsewhere.
+        request: ours.
+    """
+    config = request.config
+    if config is None or not config.needs_pipeline_model:
+        return []
+    schedule = SCHEDULES.get(resolve.schedule_type(config))
+    recomputes = config.recompute is not None or schedule.recomputes_by_default
+    splits = resolve.splits_backward(config)
+    found = limits.problems(args, request.name, splits=splits, recomputes=recomputes)
+    if splits and getattr(args, "transformer_impl", "local") != "local":
+        found += limits.layers_that_cannot_split(["its layers"], request.name)
+    found += _too_few_microbatches(args, config, schedule.min_microbatches, request.name)
+    found += _wrong_lists(args, config, request.name)
+    return found
+
+
+def _too_few_microbatches(args: Any, config: ExtConfig, needed: int, name: Callable[[str], str]) -> Iterator[str]:
+    micro, total, replicas = args.micro_batch_size, args.global_batch_size, _data_parallel(args)
+    if not micro or not replicas:
+        return  # Megatron complains by itself
+    flag = "--global-batch-size"
+    if getattr(args, "rampup_batch_size", None):
+        total, flag = int(args.rampup_batch_size[0]), "--rampup-batch-size"
+    if total is None:
+        total = micro * replicas
+    given = total // (micro * replicas)
+    if 0 < given < needed:
+        yield (
+            f"{name(limits.SCHEDULE)}: schedule '{resolve.schedule_type(config)}' needs at least {needed} "
+            f"micro-batches per step; {flag} {total} with --micro-batch-size {micro} on {replicas} data-parallel "
+            f"ranks gives {given}. "
+            f"Raise {flag} to {needed * micro * replicas} or more, or use the schedule '1f1b'."
+        )
+
+
+def _wrong_lists(args: Any, config: ExtConfig, name: Callable[[str], str]) -> Iterator[str]:
+    layers = None if config.recompute is None else getattr(config.recompute.policy, "layers", None)
+    stages = args.pipeline_model_parallel_size
+    if layers is None:
+        return
+    if len(layers) != stages:
+        yield (
+            f"{name(limits.RECOMPUTE)}: {len(layers)} numbers given, --pipeline-model-parallel-size is {stages}. "
+            "Give one number per stage."
+        )
+    elif args.num_layers and sum(layers) > args.num_layers:
+        yield (
+            f"{name(limits.RECOMPUTE)}: {sum(layers)} recomputed layers asked, --num-layers is {args.num_layers}. "
+            "Lower them."
+        )
+
+
+def _data_parallel(args: Any) -> int | None:
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    each = 1
+    for size in sizes:
+        each *= size or 1
+    replicas, rest = divmod(args.world_size, each)
+    return None if rest else replicas
+
+
+def raise_if_any(found: list[str]) -> None:
+    """Raise everything that was found, in one error.
+
+    Raises:
+        ConfigError: there is a problem.
+    """
+    if found:
+        raise ConfigError(*found)

@@ -1,0 +1,48 @@
+"""Which settings work on Megatron in this release; what works on DeepSpeed only is refused as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ext
+from ext.adapters.megatron.resolve import uses_profile
+from ext.config import ExtConfig
+
+SUPPORTED = frozenset({"enabled", "pipeline.schedule", "pipeline.partition", "recompute.policy"})
+
+
+def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], str]) -> list[str]:
+    """What of ``config`` this host cannot do.
+
+    Args:
+        config: the user's.
+        keys: every dotted key that there is.
+        name: how a dotted key is called where the user set it.
+    """
+    problems = [
+        f"{name(key)}: not built for Megatron in this release ({ext.__version__}). Remove it."
+        for key in keys
+        if key not in SUPPORTED and _is_set(config, key)
+    ]
+    if config.pipeline is not None and config.pipeline.partition.type != "module":
+        problems.append(
+            f"{name('pipeline.partition')}: found '{config.pipeline.partition.type}', but Megatron places layers "
+            "itself. Remove it, and use --pipeline-model-parallel-layout for uneven stages."
+        )
+    if uses_profile(config) and config.recompute is not None:
+        problems.append(
+            f"{name('recompute.policy')}: '{config.recompute.policy.type}' needs measured layers, which Megatron runs "
+            f"do not take in this release ({ext.__version__}). Use 'full', 'none' or a number of layers per stage."
+        )
+    return problems
+
+
+def _is_set(config: Any, key: str) -> bool:
+    *parents, last = key.split(".")
+    for parent in parents:
+        config = getattr(config, parent)
+        if config is None:
+            return False
+    default = type(config).model_fields[last].get_default(call_default_factory=True)
+    return getattr(config, last) != default
