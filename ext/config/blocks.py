@@ -118,6 +118,11 @@ class Partition(StrictModel):
         _check_layers(self.layers, at_least=1)
         return self
 
+    @property
+    def places_layers(self) -> bool:
+        """Whether it decides while the module is built; otherwise the module's own ``partition_method`` does."""
+        return self.type not in ("module", "auto")
+
 
 class PipelineBlock(Block):
     """``ext.pipeline``; its defaults are what stock DeepSpeed does."""
