@@ -33,7 +33,7 @@ def profile_layer(layer: Any, inputs: Any, repeats: int = DEFAULT_REPEATS) -> La
     Args:
         layer: as it will be called, on its device and in its mode.
         inputs: a tensor, or a tuple as the layer takes it.
-        repeats: runs of which the median counts, behind one that warms up.
+        repeats: runs of which the fastest counts, behind one that warms up.
     """
     given = inputs if isinstance(inputs, tuple) else (inputs,)
     units = (
@@ -47,10 +47,10 @@ def profile_layer(layer: Any, inputs: Any, repeats: int = DEFAULT_REPEATS) -> La
         times = [_times(units, fresh, device) for _ in range(repeats + 1)][1:]
         backward = [_backward_time(units, fresh, constants, device) for _ in range(repeats + 1)][1:]
     costs = tuple(
-        replace(cost, time=statistics.median(run[i] for run in times)) for i, cost in enumerate(found.costs(units))
+        replace(cost, time=min(run[i] for run in times)) for i, cost in enumerate(found.costs(units))
     )
     seconds = sum(cost.time for cost in costs)
-    return LayerCosts(costs, found.input_bytes, seconds, statistics.median(backward))
+    return LayerCosts(costs, found.input_bytes, seconds, min(backward))
 
 
 @dataclass
