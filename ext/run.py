@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ext.commands.checkout import find_checkout
-from ext.config import check_config, read_ds_config
+from ext.config import ExtConfig, check_config, read_ds_config
 from ext.core.errors import ConfigError, ExtError
 from ext.core.launch_env import check_launch_environment
 
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         script, rest = _split(arguments)
         _refuse_what_cannot_work(rest)
+        _place_layers(rest)
         _run(script, rest)
     except ExtError as error:
         # Every rank fails with the same text and one of each machine says it, before the launcher ends them all.
@@ -71,6 +72,20 @@ def _refuse_what_cannot_work(arguments: Sequence[str]) -> None:
         problems += [f"{problem.key}: {problem.message}" for problem in found]
     if problems:
         raise ConfigError(*problems)
+
+
+def _place_layers(arguments: Sequence[str]) -> None:
+    """Have the script's pipeline modules obey the partition of its config, where that moves layers."""
+    path = _option(arguments, "--deepspeed_config")
+    ds_config = None if path is None else read_ds_config(path)
+    config = None if ds_config is None else ExtConfig.from_ds_config(ds_config)
+    if config is None or config.pipeline is None or not config.pipeline.partition.places_layers:
+        return
+    import patches
+    from ext.adapters.deepspeed.placement import ScriptPipelineModule
+
+    ScriptPipelineModule.ds_config = ds_config
+    patches.apply("deepspeed_pipeline_module")
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:

@@ -27,8 +27,6 @@ from ext.runtime.channels import MAX_UNFINISHED_SENDS
 
 KEY = "ext.pipeline.partition"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LEFT_ALONE = ("module", "auto")
-"""Values of the key that keep layers where the module's own ``partition_method`` puts them."""
 
 
 class PlacedPipelineModule(PipelineModule):
@@ -53,14 +51,14 @@ class PlacedPipelineModule(PipelineModule):
         self._source = type(self).ds_config if ds_config is None else ds_config, sample_batch
         super().__init__(*args, **kwargs)
         del self._source  # The sample is not kept.
-        if self.placed_by.type not in LEFT_ALONE:
+        if self.placed_by.places_layers:
             check_built(self)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         ds_config, sample_batch = self._source
         config = None if ds_config is None else ExtConfig.from_ds_config(ds_config)
         self.placed_by = partition_of(config)
-        if config is None or ds_config is None or self.placed_by.type in LEFT_ALONE:
+        if config is None or ds_config is None or not self.placed_by.places_layers:
             super()._partition_layers(method)
             return
         try:
@@ -70,11 +68,15 @@ class PlacedPipelineModule(PipelineModule):
         self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])
 
 
+class ScriptPipelineModule(PlacedPipelineModule):
+    """What a script that runs under ``ext.run`` builds where it says PipelineModule; ``ext.run`` sets `ds_config`."""
+
+
 def pipeline_module(layers: Any, *, config: Any, sample_batch: Any = None, **kwargs: Any) -> PipelineModule:
     """See `ext.pipeline_module`."""
     ds_config = read_ds_config(config)
     partition = partition_of(ExtConfig.from_ds_config(ds_config))
-    if partition.type not in LEFT_ALONE and "partition_method" in kwargs:
+    if partition.places_layers and "partition_method" in kwargs:
         raise ConfigError(
             f"{KEY}: '{partition.type}' and partition_method={kwargs['partition_method']!r} both place the layers. "
             "Remove one of them."
@@ -90,7 +92,7 @@ def partition_of(config: ExtConfig | None) -> Partition:
 def placement_problem(module: PipelineModule, config: ExtConfig) -> str | None:
     """Why a module that is built already cannot have the configured partition; None where it can or has it."""
     partition = partition_of(config)
-    if partition.type in LEFT_ALONE or getattr(module, "placed_by", None) == partition:
+    if not partition.places_layers or getattr(module, "placed_by", None) == partition:
         return None
     return (
         f"{KEY}: '{partition.type}' places layers while the module is built, and this one was built before; it is "
