@@ -67,7 +67,7 @@ BUILT: dict[str, bool | dict[str, bool]] = {
     "moe.router": True,
     "trace.path": True,
     "trace.steps": True,
-    "watchdog": False,
+    "watchdog": True,
     "self_check": False,
 }
 

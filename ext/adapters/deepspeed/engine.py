@@ -19,14 +19,15 @@ from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.adapters.deepspeed.tracing import Tracer
 from ext.config import ExtConfig
 from ext.core.errors import DataError
-from ext.pipeline.actions import Kind
+from ext.pipeline.actions import Action, Kind
 from ext.pipeline.plan import Plan
 from ext.pipeline.trace import LOAD
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
-from ext.runtime.channels import Links, Message, TensorSpec, as_tuple
+from ext.runtime.channels import Channel, Links, Message, TensorSpec, as_tuple
 from ext.runtime.guard import FailureGuard
 from ext.runtime.recorder import Recorder, clock_for
 from ext.runtime.split_backward import WeightGradQueue
+from ext.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ def _recorded(kind: Kind, handler: Callable[..., None]) -> Callable[..., None]:
     """The handler of a kind of action, as an instruction's."""
 
     def run(engine: PlanPipelineEngine, stage: int, microbatch: int) -> None:
-        with engine.recorder.action(kind, stage, microbatch):
+        name = str(Action(stage, kind, microbatch))
+        with engine.watchdog.action(name), engine.recorder.action(kind, stage, microbatch):
             handler(engine, stage, microbatch)
 
     return run
@@ -77,16 +79,21 @@ class PlanPipelineEngine(PipelineEngine):
         self.recorder = Recorder(clock_for(torch.device(self.device)))
         self._tracer = Tracer.of(config, self.guard)
         self.memory = MemoryWatch(self)
+        self.watchdog = Watchdog(config.watchdog)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         step = self.global_steps
         data_iter = self.memory.before_step(data_iter)
-        with self.recorder.step(step):
+        with self.watchdog.step(f"training step {step}"), self.recorder.step(step):
             loss = super().train_batch(data_iter)
         self.memory.after_step()
         if self._tracer is not None:
             self._tracer.after_step(self, step)
         return loss
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watchdog.step("evaluation"):
+            return super().eval_batch(*args, **kwargs)
 
     # -- schedules -----------------------------------------------------------------------------------------
 
@@ -133,8 +140,9 @@ class PlanPipelineEngine(PipelineEngine):
             self.guard.agree(explained)
 
     def _exec_finish_step(self) -> None:
-        self._channels.drain()
-        self.guard.agree(None)
+        with self.watchdog.action("the end of the step, where all ranks meet"):
+            self._channels.drain()
+            self.guard.agree(None)
         self.recorder.actions_done(self.stage_id)
         self.memory.count_states()
 
@@ -162,12 +170,12 @@ class PlanPipelineEngine(PipelineEngine):
 
     def _exec_plan_forward(self, stage: int, microbatch: int) -> None:
         if self.is_first_stage() or self.is_last_stage():
-            with self.recorder.waiting(LOAD, stage, microbatch):
+            with self.recorder.waiting(LOAD, stage, microbatch), self.watchdog.waiting("the data iterator"):
                 self._load_up_to(microbatch)
         if not self.is_first_stage():
-            with self._timed(host.PIPE_RECV_INPUT_TIMER), self.recorder.waiting(str(Kind.RECV_F), stage, microbatch):
-                inputs = self._channels.inputs_from(self.plan.rank_of[stage - 1]).wait(microbatch)
-            self.pipe_buffers["inputs"][microbatch] = inputs
+            channel = self._channels.inputs_from(self.plan.rank_of[stage - 1])
+            with self._waiting(channel, host.PIPE_RECV_INPUT_TIMER, Kind.RECV_F, stage, microbatch):
+                self.pipe_buffers["inputs"][microbatch] = channel.wait(microbatch)
         with self._layers_as_planned(stage, microbatch):
             super()._exec_forward_pass(microbatch)
         self.memory.sample()
@@ -231,9 +239,9 @@ class PlanPipelineEngine(PipelineEngine):
         self.loss = self.loss.detach()
 
     def _backward_from_gradient(self, stage: int, microbatch: int) -> None:
-        with self._timed(host.PIPE_RECV_GRAD_TIMER), self.recorder.waiting(str(Kind.RECV_B), stage, microbatch):
-            received = self._channels.output_grads_from(self.plan.rank_of[stage + 1]).wait(microbatch)
-        gradients = as_tuple(received)
+        channel = self._channels.output_grads_from(self.plan.rank_of[stage + 1])
+        with self._waiting(channel, host.PIPE_RECV_GRAD_TIMER, Kind.RECV_B, stage, microbatch):
+            gradients = as_tuple(channel.wait(microbatch))
         outputs = [t for t in as_tuple(self.pipe_buffers["outputs"][microbatch]) if t.requires_grad]
         self.pipe_buffers["output_specs"][microbatch] = None
         self.pipe_buffers["outputs"][microbatch] = None
@@ -326,6 +334,12 @@ class PlanPipelineEngine(PipelineEngine):
 
     def _stop_timers(self, timer_names: Sequence[str]) -> None:
         super()._stop_timers([name for name in timer_names if self.timers(name).started_])
+
+    @contextlib.contextmanager
+    def _waiting(self, channel: Channel, timer: str, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
+        what = f"micro-batch {microbatch} of {channel.name}"
+        with self._timed(timer), self.recorder.waiting(str(kind), stage, microbatch), self.watchdog.waiting(what):
+            yield
 
     @contextlib.contextmanager
     def _timed(self, timer: str) -> Iterator[None]:
