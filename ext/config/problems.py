@@ -70,7 +70,7 @@ def _problems(error: ValidationError, model: type[BaseModel], data: Any, elsewhe
     meant: set[str] = set()
     for item in error.errors(include_url=False):
         kind, loc = item["type"], item["loc"]
-        path, value = _typed_path(data, loc)
+        path, value = _typed_path(data, loc, missing=kind == "missing")
         key = ".".join(path)
         cause = item.get("ctx", {}).get("error")
         if kind in ("extra_forbidden", "invalid_key"):
@@ -105,15 +105,20 @@ def _unknown_key(name: str, allowed: list[str], elsewhere: Iterable[str]) -> str
     return f"unknown key.{hint} Allowed: {', '.join(allowed) or 'none'}."
 
 
-def _typed_path(data: Any, loc: tuple[int | str, ...]) -> tuple[list[str], Any]:
-    """The part of ``loc`` that the user typed as keys, and the value there."""
+def _typed_path(data: Any, loc: tuple[int | str, ...], *, missing: bool) -> tuple[list[str], Any]:
+    """The part of ``loc`` that the user typed as keys, or should have, and the value there.
+
+    Behind it stand list positions and, for a value that may be of several types, the type that was tried.
+    """
     path: list[str] = []
     for part in loc:
         if not isinstance(data, dict):
             break
-        path.append(str(part) or '""')
         if part not in data:
+            if missing:
+                path.append(str(part))
             break
+        path.append(str(part) or '""')
         data = data[part]
     return path, data
 
