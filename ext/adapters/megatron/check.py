@@ -23,7 +23,7 @@ def problems(args: Any, request: Request) -> list[str]:
     if config is None or not config.needs_pipeline_model:
         return []
     schedule = SCHEDULES.get(resolve.schedule_type(config))
-    recomputes = config.recompute is not None or schedule.recomputes_by_default
+    recomputes = limits.recomputing_key(config.recompute is not None, schedule.recomputes_by_default)
     splits = resolve.splits_backward(config)
     found = limits.problems(args, request.name, splits=splits, recomputes=recomputes)
     if splits and getattr(args, "transformer_impl", "local") != "local":

@@ -7,6 +7,7 @@ good, so nothing else may import this module, and `install` refuses where a CUDA
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import logging
 import sys
@@ -47,6 +48,7 @@ def install() -> None:
     random = logging.getLogger("megatron.core.tensor_parallel.random")
     random.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     _replace_tensor_types()
+    _extend_norms()
     _mend_moe()
 
 
@@ -132,6 +134,25 @@ def _replace_tensor_types() -> None:
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     torch.Tensor.type = as_on_cuda  # type: ignore[method-assign, assignment]
+
+
+def _extend_norms() -> None:
+    """Torch's norms work on a part of the sequence as on all of it, but the host allows them without only.
+
+    What is missing is the mark by which the host sums their gradients over the tensor-parallel ranks.
+    """
+    wrapper = _module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    make = wrapper.__new__
+
+    def make_marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = make(cls, whole, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    wrapper.__new__ = make_marked
 
 
 def _mend_moe() -> None:

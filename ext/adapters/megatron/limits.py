@@ -75,21 +75,26 @@ WITH_SPLIT = (
 )
 
 
-def problems(settings: Any, name: Callable[[str], str], *, splits: bool, recomputes: bool) -> list[str]:
+def problems(settings: Any, name: Callable[[str], str], *, splits: bool, recomputes: str | None) -> list[str]:
     """What of ``settings`` cannot go with a plan, both flags named.
 
     Args:
         settings: Megatron's arguments or config.
         name: how a dotted key of ours is called where the user set it.
         splits: whether the plan runs I and W apart.
-        recomputes: whether this package decides what is recomputed.
+        recomputes: the key by which this package decides what is recomputed; None where Megatron does.
     """
     found = [_problem(limit, settings, f"{name(SCHEDULE)} or {name(RECOMPUTE)}") for limit in ALWAYS]
     if recomputes:
-        found += [_problem(limit, settings, name(RECOMPUTE)) for limit in WITH_RECOMPUTE]
+        found += [_problem(limit, settings, name(recomputes)) for limit in WITH_RECOMPUTE]
     if splits:
         found += [_problem(limit, settings, f"{name(SCHEDULE)} with a split backward") for limit in WITH_SPLIT]
     return [text for text in found if text is not None]
+
+
+def recomputing_key(has_policy: bool, by_default: bool) -> str | None:
+    """The key that makes this package decide what is recomputed: a policy, or a schedule with one of its own."""
+    return RECOMPUTE if has_policy else SCHEDULE if by_default else None
 
 
 def layers_that_cannot_split(classes: Sequence[str], name: Callable[[str], str]) -> list[str]:

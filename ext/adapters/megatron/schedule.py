@@ -128,7 +128,9 @@ class PlanForwardBackward:
         if not only and num_microbatches not in self._resolutions:
             resolution = resolve.resolve(self.config, self._layers_per_stage, num_microbatches)
             splits = bool(resolution.plan.split_backwards)
-            recomputes = any(resolution.plan.recomputed_layers) or self.config.recompute is not None
+            recomputes = limits.recomputing_key(
+                self.config.recompute is not None, any(resolution.plan.recomputed_layers)
+            )
             problems = limits.problems(host_config, self._name, splits=splits, recomputes=recomputes)
             if splits:
                 problems += limits.layers_that_cannot_split(undeferrable_layers(model), self._name)

@@ -74,6 +74,7 @@ def build(
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "deallocate_pipeline_outputs": True,
+        "moe_token_dispatcher_type": "alltoall",
         **config,
     }
     transformer = TransformerConfig(**settings)

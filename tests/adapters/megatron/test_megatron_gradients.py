@@ -43,25 +43,23 @@ def _differences(model, reference):
     assert largest > 1e-3
     return {
         name: (gradient - testing.shard(reference[name], parameter)).abs().max().item() / largest
-        for (name, gradient), parameter in zip(
-            testing.gradients(model).items(), model.module.parameters(), strict=True
-        )
+        for (name, gradient), parameter in zip(testing.gradients(model).items(), model.module.parameters(), strict=True)
     }
 
 
-def _all_schedules(rank, world_size, tp, pp):
+def _all_schedules(rank, world_size, tp, pp, sequence_parallel=False):
     """Every schedule on one layout: against one stage, and bit by bit against Megatron's own schedule."""
     from ext.adapters.megatron import testing
 
     data = testing.batches(5)
     losses, reference = _reference(data)
     testing.parallel(tp=tp, pp=pp)
-    stock = testing.build()
+    stock = testing.build(sequence_parallel=sequence_parallel)
     stock_losses = testing.train(_host(), stock, data)
     is_last = bool(stock_losses)
     stock_gradients = testing.gradients(stock)
     for schedule in SCHEDULES:
-        function, model = _function(schedule), testing.build()
+        function, model = _function(schedule), testing.build(sequence_parallel=sequence_parallel)
         found = testing.train(function, model, data)
         assert found == stock_losses, schedule
         if is_last:
@@ -80,8 +78,9 @@ def test_two_stages():
     run_ranks(_all_schedules, 2, 1, 2)
 
 
-def test_two_tensor_parallel_ranks():
-    run_ranks(_all_schedules, 2, 2, 1)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_tensor_parallel_ranks(sequence_parallel):
+    run_ranks(_all_schedules, 2, 2, 1, sequence_parallel)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 4), (2, 2)])

@@ -1,0 +1,164 @@
+"""The flags: made from the model, read strictly, checked against Megatron's own."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ext.adapters.megatron import arguments, check
+from ext.config import ExtConfig
+from ext.config.release import BUILT
+from ext.core.errors import ConfigError
+
+
+def _read(*given):
+    return arguments.read(["--num-layers", "4", *given, "--fp16"])
+
+
+def test_every_key_of_the_config_has_a_flag_and_help():
+    paths = {flag.path for flag in arguments.flags()}
+    # A key whose value is a part of its own has a flag for each key below it.
+    assert {key for key in BUILT if key not in paths and not any(p.startswith(f"{key}.") for p in paths)} == set()
+    assert all(flag.help and flag.name.startswith("--ext-") for flag in arguments.flags())
+    text = arguments.add_arguments(argparse.ArgumentParser()).format_help()
+    assert "megatron-deepspeed-ext" in text
+    assert "Order of forwards, recomputes and backwards per rank." in re.sub(r"\s+", " ", text)
+
+
+def test_values_as_in_the_config_file(tmp_path):
+    file = tmp_path / "ext.json"
+    block = {
+        "pipeline": {"schedule": {"type": "shifted_critical_path", "extra_forwards": 2}},
+        "recompute": {"policy": [2, 1]},
+    }
+    file.write_text(json.dumps(block))
+    same = ExtConfig.from_block(block)
+    schedule = '{"type": "shifted_critical_path", "extra_forwards": 2}'
+    assert _read("--ext-config", str(file)).config == same
+    assert _read("--ext-pipeline-schedule", schedule, "--ext-recompute-policy=2,1").config == same
+    del block["recompute"]
+    file.write_text(json.dumps(block))
+    assert _read(f"--ext-config={file}", "--ext-recompute-policy", "[2, 1]").config == same
+    assert _read().config is None
+    assert _read("--ext-pipeline-schedule", "1f1b", "--ext-enabled", "false").config is None
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        (["--ext-pipeline-schedul", "1f1b"], ["schedul: unknown flag. Did you mean '--ext-pipeline-schedule'?"]),
+        (
+            ["--ext-pipeline-schedule=shifted_critcal_path", "--ext-recompute-policy", "fll"],
+            [
+                "--ext-pipeline-schedule: unknown schedule 'shifted_critcal_path'. Did you mean 'shifted_critical_path",
+                "--ext-recompute-policy: unknown policy 'fll'. Did you mean 'full'?",
+            ],
+        ),
+        (["--ext-pipeline-schedule", '{"type": "zb_h1", "extr": 1}'], ["--ext-pipeline-schedule: extr: unknown key."]),
+        (["--ext-pipeline-schedule"], ["Argument --ext-pipeline-schedule: expected one argument."]),
+        (["--ext-enabled", "yes"], ["--ext-enabled: found \"yes\"; allowed: true or false."]),
+        (["--ext-recompute-policy=none", "--ext-recompute-policy", "full"], ["policy: given more than once."]),
+        (["--ext-recompute-policy", "stage_aware"], ["--ext-recompute-policy: 'stage_aware' needs measured layers"]),
+        (["--ext-pipeline-partition", "2,2"], ["--ext-pipeline-partition: "]),
+        (["--ext-watchdog", "60"], ["--ext-watchdog: not built"]),
+        (["--ext-moe-router-bias-rate", "0.1"], ["--ext-moe-router-bias-rate: not built for Megatron"]),
+        (["--ext-config", "/nowhere.json"], ["/nowhere.json: no such file"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_flag(given, texts):
+    with pytest.raises(ConfigError) as error:
+        _read(*given)
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_a_key_in_file_and_flag_is_refused(tmp_path):
+    file = tmp_path / "ext.json"
+    file.write_text('{"pipeline": {"schedule": "1f1b"}, "recompute": {"polcy": "full"}}')
+    with pytest.raises(ConfigError) as error:
+        _read("--ext-config", str(file), "--ext-pipeline-schedule", "gpipe")
+    assert f"--ext-pipeline-schedule: also given as 'pipeline.schedule' in {file}. Remove one." in str(error.value)
+    assert "ext.recompute.polcy: unknown key. Did you mean 'policy'?" in str(error.value)
+
+
+def _args(**changes):
+    """Megatron's arguments as parsed from a command line with few flags."""
+    values = {
+        "micro_batch_size": 2, "global_batch_size": 32, "rampup_batch_size": None, "world_size": 8, "num_layers": 8,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "context_parallel_size": 1,
+        "transformer_impl": "local", "gradient_accumulation_fusion": False,
+    }  # fmt: skip
+    return argparse.Namespace(**{**values, **changes})
+
+
+def _problems(given, **args):
+    return check.problems(_args(**args), _read(*given))
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "both"),
+    [
+        (["--ext-pipeline-schedule=gpipe"], {"num_layers_per_virtual_pipeline_stage": 1}, "--num-layers-per-virtual"),
+        (["--ext-pipeline-schedule=gpipe"], {"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages"),
+        (["--ext-recompute-policy=full"], {"recompute_granularity": "full"}, "--recompute-granularity (found full)"),
+        (["--ext-recompute-policy=full"], {"recompute_activations": True}, "--recompute-activations"),
+        (["--ext-recompute-policy=full"], {"fp8": "hybrid"}, "--fp8-format (found hybrid)"),
+        (["--ext-pipeline-schedule=early_recompute"], {"recompute_granularity": "full"}, "--recompute-granularity"),
+        (["--ext-pipeline-schedule=zb_h1"], {"transformer_impl": "transformer_engine"}, "--transformer-impl"),
+        (["--ext-pipeline-schedule=zb_h1"], {"gradient_accumulation_fusion": True}, "--no-gradient-accumulation"),
+        (["--ext-pipeline-schedule=zb_h1"], {"recompute_granularity": "full"}, "--recompute-granularity"),
+        (["--ext-pipeline-schedule=1f1b"], {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        (["--ext-pipeline-schedule=1f1b"], {"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+    ],
+)  # fmt: skip
+def test_combinations_that_cannot_work_name_both_flags(given, args, both):
+    (problem,) = _problems(given, **args)
+    assert both in problem
+    assert given[0].partition("=")[0] in problem
+
+
+@pytest.mark.parametrize(
+    ("given", "args"),
+    [
+        ([], {"recompute_granularity": "full", "num_virtual_stages_per_pipeline_rank": 2}),
+        (["--ext-pipeline-schedule=1f1b"], {"recompute_granularity": "full", "gradient_accumulation_fusion": True}),
+        (["--ext-recompute-policy=full"], {"transformer_impl": "transformer_engine", "cuda_graph_impl": "none"}),
+        (["--ext-recompute-policy=2,2,1,0"], {}),
+    ],
+)
+def test_combinations_that_work(given, args):
+    assert _problems(given, **args) == []
+
+
+def test_too_few_microbatches_names_megatrons_flags():
+    given = ["--ext-pipeline-schedule=shifted_critical_path"]
+    (problem,) = _problems(given, global_batch_size=8)
+    assert problem == (
+        "--ext-pipeline-schedule: schedule 'shifted_critical_path' needs at least 4 micro-batches per step; "
+        "--global-batch-size 8 with --micro-batch-size 2 on 2 data-parallel ranks gives 2. Raise --global-batch-size "
+        "to 16 or more, or use the schedule '1f1b'."
+    )
+    assert _problems(given, global_batch_size=16) == []
+    (problem,) = _problems(given, rampup_batch_size=["4", "4", "100"])
+    assert "--rampup-batch-size 4" in problem
+    (problem,) = _problems(given, global_batch_size=None)
+    assert "gives 1" in problem
+
+
+def test_lists_that_do_not_fit_the_pipeline():
+    (problem,) = _problems(["--ext-recompute-policy=2,2"])
+    assert "2 numbers given, --pipeline-model-parallel-size is 4" in problem
+    (problem,) = _problems(["--ext-recompute-policy=5,5,0,0"])
+    assert "10 recomputed layers asked, --num-layers is 8" in problem
+
+
+def test_reading_flags_needs_neither_torch_nor_megatron():
+    code = (
+        "import sys; from ext.adapters.megatron import arguments, check\n"
+        "arguments.read(['--ext-recompute-policy=1,2'])\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'deepspeed')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
