@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import ext
+from ext.adapters.deepspeed.report import StepReport
 from ext.core.errors import ConfigError
 from gpt import corpus, device, model, sampling
 from gpt.arguments import RUNS, Arguments
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 RESOLVED_CONFIG = "ext_resolved_config.json"
 """What `ext.initialize` writes into the folder that EXT_RUN_DIR names."""
+NUM_REPORTED_STEPS = 12
+"""How many of the last steps the report at the end is about."""
 
 
 def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int:
@@ -72,9 +75,9 @@ def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int
         if intact is not None:
             logger.info("going on after step %d from %s", start, intact.folder)
         signum = trainer.run(start, stop)
-    memory_gib = trainer.memory_gib()
+    ending = Ending(trainer.memory_gib(), trainer.figures(NUM_REPORTED_STEPS), output, signum)
     if is_first:
-        _say_how_it_ended(engine, trainer, memory_gib, output, signum)
+        _say_how_it_ended(engine, trainer, ending)
     stop.finish()
     dist.destroy_process_group()
     return signum
@@ -147,24 +150,36 @@ def _resumed_folder(named: Path | None) -> Path:
     return runs[-1]
 
 
-def _say_how_it_ended(engine: Any, trainer: Trainer, memory_gib: tuple[float, ...], output: Path, signum: int) -> None:
-    if signum:
-        print(f"stopped by {signal.Signals(signum).name}; go on with --resume {output}", flush=True)
+@dataclass(frozen=True)
+class Ending:
+    """What the ranks found out together when the loop was over."""
+
+    memory_gib: tuple[float, ...]
+    figures: StepReport | None
+    output: Path
+    signum: int
+
+
+def _say_how_it_ended(engine: Any, trainer: Trainer, ending: Ending) -> None:
+    if ending.signum:
+        name = signal.Signals(ending.signum).name
+        print(f"stopped by {name}; go on with --resume {ending.output}", flush=True)
+    active, figures = ext.describe(engine), ending.figures
     Summary(
         num_steps=engine.global_steps,
-        schedule=ext.describe(engine)["schedule"] or "DeepSpeed's own schedule",
-        plan_hash=ext.describe(engine)["plan_hash"],
+        schedule=active["schedule"] or "DeepSpeed's own schedule",
+        plan_hash=active["plan_hash"],
         losses=trainer.history.losses,
         validation_losses=trainer.history.validation_losses,
         tokens_per_s=trainer.tokens_per_s,
-        step_time_s=trainer.history.step_time_s,
-        simulated_step_time_s=None,
-        bubble=None,
-        simulated_bubble=None,
-        memory_gib=memory_gib,
+        step_time_s=trainer.history.step_time_s if figures is None else figures.step_time_s,
+        simulated_step_time_s=None if figures is None else figures.simulated_step_time_s,
+        bubble=None if figures is None else figures.bubble,
+        simulated_bubble=None if figures is None else figures.simulated_bubble,
+        memory_gib=ending.memory_gib,
         memory_kind="resident memory" if device.is_cpu() else "device memory",
         checkpoint=trainer.history.checkpoint,
-        resolved_config=output / RESOLVED_CONFIG,
+        resolved_config=ending.output / RESOLVED_CONFIG,
     ).show(Console())
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ext.adapters.deepspeed.engine import PlanPipelineEngine
+from ext.adapters.deepspeed.report import StepReport, measure
 from ext.core.errors import ExtError
 from gpt import device
 from gpt.checkpoint import Checkpoints
@@ -123,6 +125,10 @@ class Trainer:
         step_time_s = self.history.step_time_s
         return None if step_time_s is None else self._train.shape.tokens_per_step / step_time_s
 
+    def figures(self, num_steps: int = 4) -> StepReport | None:
+        """Times and bubbles of the last steps, measured and simulated; None of DeepSpeed's own engine. Collective."""
+        return measure(self._engine, num_steps) if isinstance(self._engine, PlanPipelineEngine) else None
+
     def memory_gib(self) -> tuple[float, ...]:
         """Peak memory of each stage, the largest over its replicas. Collective over all ranks."""
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -140,6 +146,7 @@ class Trainer:
 
     def _report(self, step: int, validation_loss: float | None, num_steps: int, remaining_s: float) -> None:
         memory = self.memory_gib()
+        figures = self.figures()
         step_time_s = sum(self.history.step_times_s[-num_steps:]) / num_steps
         progress = Progress(
             step=step,
@@ -148,7 +155,7 @@ class Trainer:
             tokens_per_s=self._train.shape.tokens_per_step / step_time_s,
             learning_rate=self._engine.get_lr()[0],
             step_time_s=step_time_s,
-            bubble=None,
+            bubble=None if figures is None else figures.bubble,
             memory_gib=memory,
             plan_hash=self._plan_hash,
         )

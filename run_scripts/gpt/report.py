@@ -99,7 +99,7 @@ class Summary:
         losses: step and loss, of this process.
         validation_losses: step and loss, of this process.
         tokens_per_s: of all ranks together.
-        step_time_s: median, measured.
+        step_time_s: measured.
         simulated_step_time_s: what the plan promises for the times its parts took.
         bubble: measured share of the pipeline's time that was idle.
         simulated_bubble: the same in the simulation.
