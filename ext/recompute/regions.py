@@ -77,10 +77,13 @@ class MicrobatchRegions:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Every backward over these layers runs inside: what was re-run early is not re-run again."""
+        """Every backward over these layers runs inside: what was re-run early is not re-run again.
+
+        Each layer's inputs are freed as soon as the backward is through it.
+        """
+        self._triggers.clear()  # A trigger holds on to its layer's inputs.
         with self._group:
             yield
-        self._triggers.clear()
 
 
 class DroppedLayer:
