@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ext.core.errors import ConfigError
+from ext.core.errors import ConfigError, nearest
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "gpt_small_pp2.json"
 RUNS = Path("runs")
@@ -45,13 +45,20 @@ class Arguments:
     world_size: int
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises what argparse would print."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See --help.")
+
+
 def parse(argv: list[str] | None = None) -> Arguments:
-    """Read the command line; argparse ends the process with 2 on an option it does not know.
+    """Read the command line.
 
     Raises:
-        ConfigError: values that cannot work, all of them at once.
+        ConfigError: unknown options, or values that cannot work, all of them at once.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description="Train a GPT with pipeline parallelism. Parallelism, optimizer and schedule are in the ds_config.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -83,7 +90,12 @@ def parse(argv: list[str] | None = None) -> Arguments:
     add("--check", action="store_true", help="only check arguments, config and data")
     add("--world-size", type=int, default=1, help="ranks that --check shall assume")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by DeepSpeed's launcher
-    values: dict[str, Any] = vars(parser.parse_args(argv))
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        names = [name for name in unknown if name.startswith("-")] or unknown
+        raise ConfigError(*(f"{name}: unknown option.{nearest(name, options)} See --help." for name in names))
+    values: dict[str, Any] = vars(known)
     del values["local_rank"]
     arguments = Arguments(**values)
     problems = list(_problems(arguments))

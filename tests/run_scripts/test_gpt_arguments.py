@@ -38,6 +38,13 @@ def test_the_check_does_not_wait_for_torch():
     assert result.stdout == "[]\n"
 
 
+def test_unknown_options_are_named_with_the_nearest():
+    with pytest.raises(ConfigError, match="--layers: unknown option. .*--num-layers"):
+        arguments.parse(["--layers", "3"])
+    with pytest.raises(ConfigError, match="invalid int value: 'x'"):
+        arguments.parse(["--steps", "x"])
+
+
 def test_all_wrong_values_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         arguments.parse(["--steps", "0", "--hidden-size", "100", "--num-heads", "3", "--dropout", "1.5"])
