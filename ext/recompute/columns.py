@@ -17,13 +17,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linprog, milp
 
+from ext.recompute.heu import solve_heu
 from ext.recompute.milp import NONE, Program, add_layer, picked, window_terms
-from ext.recompute.problem import Option, StageProblem
+from ext.recompute.problem import InfeasibleBudget, Option, StageProblem
 from ext.recompute.reduce import reduced_options
 from ext.recompute.table import UnitTable
 
 _SCALE = 1e6
 _TOLERANCE = 1e-6
+_PRICING_GAP = 1e-3
+_NUM_SEEDS = 25
 _FINEST = 1e-3
 """Share of the memory below which an interval of the reserve is not halved again."""
 
@@ -93,7 +96,7 @@ class Kind:
             if not window.stage_wide and (terms := window_terms(self.options, variables, window.name, _SCALE)):
                 program.row(terms, -np.inf, window.capacity * _SCALE)
         program.row(transient, -np.inf, 1.0)
-        result = program.solve(time_limit, 1e-6)
+        result = program.solve(time_limit, _PRICING_GAP)
         if result.x is None:
             return None, 0.0, result.status != 2
         return self.column(picked(self.options, variables, result.x)), result.mip_dual_bound / _SCALE, True
@@ -109,6 +112,8 @@ class ColumnSearch:
     """
 
     def __init__(self, problem: StageProblem, deadline: float, gap: float) -> None:
+        # A window without capacity would only make the last layer look different from the others.
+        problem = replace(problem, windows=tuple(w for w in problem.windows if w.capacity > 0))
         self.problem, self.deadline, self.gap = problem, deadline, gap
         self.room = problem.budget - problem.input_bytes
         if all(window.last_layer for window in problem.windows):
@@ -122,17 +127,24 @@ class ColumnSearch:
         self.cost = float("inf")
         self.bound = 0.0
 
-    def seed(self, tables: Sequence[UnitTable]) -> None:
-        """Adds a table as a configuration of every kind that offers all that it decides."""
+    def _seed(self) -> None:
+        """Starts from what one table for all layers would be under budgets from the smallest to all that is wanted."""
         for kind in self.kinds:
-            for table in tables:
+            layers = kind.problem.num_layers
+            most = kind.problem.input_bytes + sum(group[0].bytes_for(layers) for group in kind.problem.options)
+            for share in np.linspace(1.0, 0.0, _NUM_SEEDS):
+                if time.perf_counter() > self.deadline:
+                    return
                 try:
-                    kind.columns[kind.column(kind.problem.choice(table))] = None
-                except KeyError:
-                    continue
+                    found = solve_heu(replace(kind.problem, budget=int(share * most)), time_limit=0.0)
+                except InfeasibleBudget:
+                    break
+                kind.columns[kind.column(kind.problem.choice(found.tables[0]))] = None
 
     def run(self) -> None:
         """Bisects the reserve, the interval with the lowest bound first, until the gap is closed or time is up."""
+        self._seed()
+        self._round()
         most = sum(max((o.transient for o in group), default=0) for group in self.kinds[0].options)
         intervals = [(0.0, 0.0, float(min(most, self.room)))]
         leaves: list[float] = []
@@ -237,7 +249,8 @@ class ColumnSearch:
             if reserve > self.room or time.perf_counter() > self.deadline:
                 break
             columns = self._usable(reserve)
-            if not all(columns):
+            # The program over the same configurations with divisible layers bounds that over whole ones.
+            if not all(columns) or self._closed(self._master(reserve, reserve)[0]):
                 continue
             limits, counts = self._rows(columns)
             flat = [c for group in columns for c in group]

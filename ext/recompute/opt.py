@@ -37,7 +37,6 @@ def solve_opt(
     if best.exposed > 0:
         search = ColumnSearch(problem, start + _COLUMN_SHARE * time_limit, relative_gap)
         search.cost = best.exposed
-        search.seed(best.tables[:1])
         search.run()
         bound = search.bound
         if search.best is not None:
