@@ -43,6 +43,10 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor that such a one can be received into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
@@ -61,6 +65,10 @@ class MessageSpec:
     @classmethod
     def of(cls, message: Message) -> MessageSpec:
         return cls(tuple(TensorSpec.of(tensor) for tensor in as_tuple(message)), isinstance(message, tuple))
+
+    def is_like(self, other: MessageSpec) -> bool:
+        """Whether what one is received into can receive the other."""
+        return [(t.shape, t.dtype) for t in self.tensors] == [(t.shape, t.dtype) for t in other.tensors]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors))
@@ -118,13 +126,16 @@ class Channel:
 class Sender(Channel):
     """The sending end.
 
-    Every message tells its shapes where ``dynamic``; otherwise the first after `reset_shapes` does, for all.
+    Every message tells its shapes where ``dynamic``; otherwise the first after `reset_shapes` does, for all. The
+    receiver then takes this first one for one like the last and posts its receive at once, which saves it a way there
+    and back; where it was wrong, a stand-in of the old shapes goes first.
     """
 
     def __init__(self, peer: int, group: Any, device: torch.device, name: str, dynamic: bool) -> None:
         super().__init__(peer, group, device, name)
         self._dynamic = dynamic
         self._spec: MessageSpec | None = None
+        self._expected: MessageSpec | None = None
         self._unfinished: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, message: Message, microbatch: int) -> None:
@@ -135,8 +146,11 @@ class Sender(Channel):
         """
         spec = MessageSpec.of(message)
         if self._spec is None or self._dynamic:
-            self._spec = spec
             self._start(_encode(spec, self._device, self.name))
+            if self._expected is not None and not self._expected.is_like(spec):
+                for expected in self._expected.tensors:
+                    self._start(expected.empty(self._device))
+            self._spec, self._expected = spec, None
         elif spec != self._spec:
             raise DataError(
                 f"micro-batch {microbatch}: {self.name} got {spec}, expected {self._spec} as in the first "
@@ -159,6 +173,7 @@ class Sender(Channel):
 
     def reset_shapes(self) -> None:
         """The next message tells its shapes again; the receiving end must do the same."""
+        self._expected = None if self._dynamic else self._spec
         self._spec = None
 
     def close(self) -> None:
@@ -193,6 +208,7 @@ class Receiver(Channel):
         super().__init__(peer, group, device, name)
         self._dynamic = dynamic
         self._spec: MessageSpec | None = None
+        self._expected: MessageSpec | None = None
         self._posted: deque[_Receive] = deque()
 
     def post(self, microbatch: int, specs: Specs | None = None) -> None:
@@ -216,11 +232,14 @@ class Receiver(Channel):
             self._wait(work)
             receive.header = None
             receive.spec = self._spec = _decode(header)
+            if self._expected is not None and not self._expected.is_like(self._spec):
+                self._wait_all(receive)
+                receive.tensors = None
+            self._expected = None
             self._start_posted()
         assert receive.spec is not None
         assert receive.tensors is not None
-        for work in receive.works:
-            self._wait(work)
+        self._wait_all(receive)
         self._posted.popleft()
         for tensor, spec in zip(receive.tensors, receive.spec.tensors, strict=True):
             tensor.requires_grad_(spec.requires_grad)
@@ -228,6 +247,7 @@ class Receiver(Channel):
 
     def reset_shapes(self) -> None:
         """The next message tells its shapes again; the sending end must do the same."""
+        self._expected = None if self._dynamic else self._spec
         self._spec = None
 
     def close(self) -> None:
@@ -237,10 +257,10 @@ class Receiver(Channel):
     def _start_posted(self) -> None:
         """Start what can be started: data once its size is known, and nothing before its predecessor."""
         for receive in self._posted:
-            if receive.tensors is not None:
-                continue
             if receive.header is not None:
                 return
+            if receive.tensors is not None:
+                continue
             if receive.spec is None and not self._dynamic:
                 receive.spec = self._spec
             if receive.spec is None:
@@ -248,10 +268,18 @@ class Receiver(Channel):
                 work = self._irecv(header)
                 assert work is not None
                 receive.header = (work, header)
+                if self._expected is not None:
+                    self._start_tensors(receive, self._expected)
                 return
-            specs = receive.spec.tensors
-            receive.tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in specs)
-            receive.works = [work for tensor in receive.tensors if (work := self._irecv(tensor)) is not None]
+            self._start_tensors(receive, receive.spec)
+
+    def _start_tensors(self, receive: _Receive, spec: MessageSpec) -> None:
+        receive.tensors = tuple(tensor.empty(self._device) for tensor in spec.tensors)
+        receive.works = [work for tensor in receive.tensors if (work := self._irecv(tensor)) is not None]
+
+    def _wait_all(self, receive: _Receive) -> None:
+        for work in receive.works:
+            self._wait(work)
 
 
 class Links:

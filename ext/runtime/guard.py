@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ext.core import errors
 from ext.core.errors import CommunicationError, ExtError
@@ -22,7 +24,7 @@ class Failure:
 
 
 class FailureGuard:
-    """One small collective per step over a gloo group of all ranks.
+    """One small collective per step over a gloo group of all ranks, in log2(ranks) exchanges.
 
     A rank that fails closes its channels and comes here; its neighbours lose their peer, do the same, and so
     on; ranks of other pipelines come here at the end of their step. Collective over the world: every rank
@@ -30,11 +32,13 @@ class FailureGuard:
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
+        self._posted: list[tuple[Any, Tensor]] = []
         self.agreed = False
 
     def start_step(self) -> None:
         self.agreed = False
+        self._post()
 
     def agree(self, error: BaseException | None) -> None:
         """Return where no rank failed, else raise the same error on every rank.
@@ -45,14 +49,40 @@ class FailureGuard:
                 re-raises what it caught.
         """
         self.agreed = True
-        flag = torch.tensor(0 if error is None else 1)
         try:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+            some_failed = self._on_any_rank(error is not None)
         except RuntimeError as lost:
             raise CommunicationError(f"a rank died during the step: {error or lost}") from (error or lost)
-        if not flag.item():
+        if some_failed:
+            self._raise_together(error)
+
+    def _on_any_rank(self, mine: bool) -> bool:
+        """Whether it is true on any rank.
+
+        In exchange k every rank tells the one 2^k behind it what it knows, and learns from the one 2^k before it. An
+        all-reduce of gloo's would go round all ranks twice, one after another.
+        """
+        self._post()
+        posted, self._posted = self._posted, []
+        known, sent = mine, []
+        for k, (work, told) in enumerate(posted):
+            message = torch.tensor([known])
+            to = (dist.get_rank() + 2**k) % dist.get_world_size()
+            sent.append((dist.isend(message, to, group=self._group, tag=k), message))
+            work.wait()
+            known = known or bool(told.item())
+        for work, _ in sent:
+            work.wait()
+        return known
+
+    def _post(self) -> None:
+        """Post the receives of the next agreement, so that no message waits for its receive."""
+        if self._posted:
             return
-        self._raise_together(error)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for k in range((world_size - 1).bit_length()):
+            told = torch.empty(1, dtype=torch.bool)
+            self._posted.append((dist.irecv(told, (rank - 2**k) % world_size, group=self._group, tag=k), told))
 
     def _raise_together(self, error: BaseException | None) -> None:
         mine = None
