@@ -20,8 +20,11 @@ def problems(args: Any, request: Request) -> list[str]:
         request: ours.
     """
     config = request.config
-    if config is None or not config.needs_pipeline_model:
+    if config is None:
         return []
+    experts = list(_without_experts(args, request)) if config.moe is not None else []
+    if not config.needs_pipeline_model:
+        return experts
     schedule = SCHEDULES.get(resolve.schedule_type(config))
     recomputes = limits.recomputing_key(config.recompute is not None, schedule.recomputes_by_default)
     splits = resolve.splits_backward(config)
@@ -30,7 +33,18 @@ def problems(args: Any, request: Request) -> list[str]:
         found += limits.layers_that_cannot_split(["its layers"], request.name)
     found += _too_few_microbatches(args, config, schedule.min_microbatches, request.name)
     found += _wrong_lists(args, config, request.name)
-    return found
+    return found + experts
+
+
+def _without_experts(args: Any, request: Request) -> Iterator[str]:
+    name = request.name("moe.dispatcher")
+    if getattr(args, "num_experts", None) is None:
+        yield f"{name}: needs a model with experts. Give --num-experts, or remove it."
+    elif args.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"{name}: needs --moe-token-dispatcher-type alltoall, found {args.moe_token_dispatcher_type}. Change it, "
+            f"or remove {name}."
+        )
 
 
 def _too_few_microbatches(args: Any, config: ExtConfig, needed: int, name: Callable[[str], str]) -> Iterator[str]:

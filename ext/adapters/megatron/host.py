@@ -5,33 +5,57 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
+import patches
 from ext.adapters.megatron import arguments
 from ext.adapters.megatron.arguments import Request
+from ext.adapters.megatron.moe import connect
 from ext.adapters.megatron.schedule import PlanForwardBackward
+from ext.config import ExtConfig
 
 _host_get_forward_backward_func = schedules.get_forward_backward_func
 
 
 class _Active:
-    """The function that this process's training runs, once its flags are read; None for the host's own."""
+    """What this process's training runs, once its flags are read; None for the host's own."""
 
     function: PlanForwardBackward | None = None
+    config: ExtConfig | None = None
+    is_connected = False
 
 
 def activate(request: Request) -> None:
     """From here on `get_forward_backward_func` obeys the request."""
-    config = request.config
+    config = _Active.config = request.config
+    _Active.is_connected = False
     wanted = config is not None and config.needs_pipeline_model
     _Active.function = PlanForwardBackward(config, request.name) if config is not None and wanted else None
+    if config is not None and config.moe is not None:
+        patches.apply("megatron_token_dispatcher")
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., Any]:
     """The function that runs our plans where the flags ask for one, else Megatron's own."""
-    return _Active.function or _host_get_forward_backward_func(pp_size, vp_size)
+    function = _Active.function or _host_get_forward_backward_func(pp_size, vp_size)
+    if _Active.config is None or _Active.config.moe is None:
+        return function
+    return partial(_connect_and_run, function, _Active.config)
+
+
+def _connect_and_run(function: Callable[..., Any], config: ExtConfig, **call: Any) -> Any:
+    """The function, once the model's dispatchers are connected: that is collective over the world."""
+    if not _Active.is_connected:
+        _Active.is_connected = True
+        chunks = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        texts = [connect(chunk, config) for chunk in chunks]
+        if dist.get_rank() == 0:
+            print(f"megatron-deepspeed-ext: MoE dispatcher {texts[0]}", file=sys.stderr, flush=True)  # noqa: T201
+    return function(**call)
 
 
 def with_our_flags(provider: Callable[..., Any] | None) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
@@ -64,6 +66,21 @@ def forwards_replaced(
     finally:
         for layer in layers:
             del layer.forward
+
+
+@contextmanager
+def statistics_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """What routers count and log inside is forgotten: a re-run counts nothing that its forward has not counted."""
+    routers = [module for layer in layers for module in layer.modules() if isinstance(module, Router)]
+    counts = [getattr(router, "local_tokens_per_expert", None) for router in routers]
+    logged = [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()] if routers else []
+    tensors = [tensor for tensor in (*counts, *logged) if tensor is not None]
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
 
 
 def dropped(regions: MicrobatchRegions) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.utils import get_model_type
 from torch import Tensor, nn
 
 from ext.adapters.megatron.grad_sync import GradSync
-from ext.adapters.megatron.layers import MegatronRngTracker, dropped, forwards_replaced
+from ext.adapters.megatron.layers import MegatronRngTracker, dropped, forwards_replaced, statistics_kept
 from ext.core.errors import DataError
 from ext.pipeline.actions import B, Kind
 from ext.pipeline.plan import Plan
@@ -164,7 +165,7 @@ class Step:
         if self.call.forward_only or not count:
             yield
             return
-        regions = flight.regions = MicrobatchRegions(self._trackers)
+        regions = flight.regions = MicrobatchRegions(self._trackers, partial(statistics_kept, self.layers))
         replace = dropped(regions)
         if self.plan.split_backwards:  # the re-run makes the graph that the backward walks
             queue = self.weight_grads

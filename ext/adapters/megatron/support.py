@@ -9,7 +9,16 @@ import ext
 from ext.adapters.megatron.resolve import uses_profile
 from ext.config import ExtConfig
 
-SUPPORTED = frozenset({"enabled", "pipeline.schedule", "pipeline.partition", "recompute.policy"})
+SUPPORTED = frozenset(
+    {
+        "enabled",
+        "pipeline.schedule",
+        "pipeline.partition",
+        "recompute.policy",
+        "moe.dispatcher",
+        "moe.topology.ranks_per_node",
+    }
+)
 
 
 def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], str]) -> list[str]:
@@ -35,7 +44,23 @@ def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], 
             f"{name('recompute.policy')}: '{config.recompute.policy.type}' needs measured layers, which Megatron runs "
             f"do not take in this release ({ext.__version__}). Use 'full', 'none' or a number of layers per stage."
         )
+    if config.moe is not None:
+        problems += _dispatcher_problems(config.moe.dispatcher, name("moe.dispatcher"))
     return problems
+
+
+def _dispatcher_problems(options: Any, name: str) -> list[str]:
+    if options.type not in ("linear", "hierarchical"):
+        return [
+            f"{name}: '{options.type}' is not built for Megatron in this release ({ext.__version__}). Use 'linear' or "
+            "'hierarchical'."
+        ]
+    if options.type == "hierarchical" and options.deduplicate:
+        return [
+            f"{name}: 'deduplicate' cannot work here: Megatron makes a copy of a token per expert before it is sent. "
+            "Remove it."
+        ]
+    return []
 
 
 def _is_set(config: Any, key: str) -> bool:

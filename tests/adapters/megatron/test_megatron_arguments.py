@@ -65,6 +65,11 @@ def test_values_as_in_the_config_file(tmp_path):
         (["--ext-pipeline-partition", "2,2"], ["--ext-pipeline-partition: "]),
         (["--ext-watchdog", "60"], ["--ext-watchdog: not built"]),
         (["--ext-moe-router-bias-rate", "0.1"], ["--ext-moe-router-bias-rate: not built for Megatron"]),
+        (["--ext-moe-dispatcher", "auto"], ["--ext-moe-dispatcher: 'auto' is not built for Megatron"]),
+        (
+            ["--ext-moe-dispatcher", '{"type": "hierarchical", "deduplicate": true}'],
+            ["--ext-moe-dispatcher: 'deduplicate' cannot work here"],
+        ),
         (["--ext-config", "/nowhere.json"], ["/nowhere.json: no such file"]),
     ],
 )  # fmt: skip
@@ -131,6 +136,15 @@ def test_combinations_that_cannot_work_name_both_flags(given, args, both):
 )
 def test_combinations_that_work(given, args):
     assert _problems(given, **args) == []
+
+
+def test_a_dispatcher_needs_experts_and_megatrons_all_to_all():
+    given = ["--ext-moe-dispatcher=hierarchical", "--ext-moe-topology-ranks-per-node=4"]
+    (problem,) = _problems(given)
+    assert problem == "--ext-moe-dispatcher: needs a model with experts. Give --num-experts, or remove it."
+    (problem,) = _problems(given, num_experts=8, moe_token_dispatcher_type="allgather")
+    assert "needs --moe-token-dispatcher-type alltoall, found allgather" in problem
+    assert _problems(given, num_experts=8, moe_token_dispatcher_type="alltoall") == []
 
 
 def test_too_few_microbatches_names_megatrons_flags():

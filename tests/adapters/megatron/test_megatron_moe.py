@@ -1,0 +1,116 @@
+"""Experts of megatron-core: spread over ranks as on one, in two hops bit-equal to one, under plans and recompute."""
+
+import pytest
+import torch
+
+from ext.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+MOE = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "moe_router_load_balancing_type": "none",
+    "num_layers": 2,
+}  # fmt: skip
+
+
+def _build(kind, **config):
+    """The model with the dispatcher ``kind``; None for Megatron's own."""
+    from ext.adapters.megatron import moe, testing
+    from ext.config import ExtConfig
+
+    if kind is None:
+        return testing.build(**{**MOE, **config})
+    import patches
+
+    with patches.applied("megatron_token_dispatcher"):
+        model = testing.build(**{**MOE, **config})
+    block = {"moe": {"dispatcher": kind, "topology": {"ranks_per_node": 2}}}
+    text = moe.connect(model, ExtConfig.from_block(block))
+    assert text.startswith(kind if isinstance(kind, str) else "hierarchical"), text
+    return model
+
+
+def _function(schedule=None, policy=None):
+    from ext.adapters.megatron.schedule import PlanForwardBackward
+    from ext.config import ExtConfig
+
+    if schedule is None:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        return get_forward_backward_func()
+    recompute = {} if policy is None else {"recompute": {"policy": policy}}
+    return PlanForwardBackward(ExtConfig.from_block({"pipeline": {"schedule": schedule}, **recompute}))
+
+
+def _spread(rank, world_size):
+    from ext.adapters.megatron import testing
+
+    data = testing.batches(2, start=10 * rank)
+    testing.parallel()
+    whole = _build(None)
+    losses = testing.train(_function(), whole, data)
+    reference = testing.gradients(whole)
+    testing.parallel(ep=4)
+    stock = _build(None)
+    stock_losses = testing.train(_function(), stock, data)
+    stock_gradients = testing.gradients(stock)
+    assert stock_losses == pytest.approx(losses, abs=1e-6)
+    node_first = {"type": "hierarchical", "order": "node_first"}
+    for kind in ("linear", "hierarchical", node_first):
+        for function in (_function(), _function("1f1b", "full"), _function("zb_h1")):
+            model = _build(kind)
+            assert testing.train(function, model, data) == stock_losses
+            for name, gradient in testing.gradients(model).items():
+                assert torch.equal(gradient, stock_gradients[name]) or "embedding" in name, (kind, name)
+                assert (gradient - reference[name]).abs().max() < 1e-6, (kind, name)
+    # capacities: every expert's rows travel, empty or not
+    capacity = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    expected = None
+    for kind in (None, "linear", "hierarchical"):
+        model = _build(kind, **capacity)
+        found = testing.train(_function(), model, data), testing.gradients(model)
+        expected = expected or found
+        assert found[0] == expected[0]
+        assert all(torch.equal(g, expected[1][name]) for name, g in found[1].items())
+    assert expected[0] != stock_losses
+
+
+def test_experts_over_four_ranks_on_two_nodes():
+    run_ranks(_spread, 4)
+
+
+def _with_pipeline(rank, world_size):
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from ext.adapters.megatron import testing
+
+    testing.parallel(pp=2, ep=2)
+    data = testing.batches(4, start=10 * parallel_state.get_data_parallel_rank())
+    stock = _build(None)
+    losses = testing.train(_function(), stock, data)
+    gradients = testing.gradients(stock)
+    for schedule in ("shifted_critical_path", "early_recompute", "zb_h1"):
+        model = _build("linear")
+        assert testing.train(_function(schedule), model, data) == losses
+        for name, gradient in testing.gradients(model).items():
+            assert torch.allclose(gradient, gradients[name], atol=0 if schedule != "zb_h1" else 1e-7), (schedule, name)
+
+    # a re-run counts and logs nothing a second time
+    counted = {}
+    for policy in ("none", "full"):
+        balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+        model = _build(None, **balance, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+        model.config.finalize_model_grads_func = None  # it starts the counts again
+        clear_aux_losses_tracker()
+        testing.train(_function("1f1b", policy), model, data)
+        counts = [m.local_tokens_per_expert.clone() for m in model.modules() if isinstance(m, TopKRouter)]
+        logged = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"].clone()
+        counted[policy] = torch.cat([*counts, logged])
+    assert counted["none"].abs().sum() > 0
+    assert torch.equal(counted["none"], counted["full"])
+
+
+def test_experts_inside_a_pipeline():
+    run_ranks(_with_pipeline, 4)
