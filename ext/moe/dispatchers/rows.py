@@ -82,8 +82,8 @@ def permute(rows: Tensor, order: Tensor) -> Tensor:
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: Layout) -> Tensor:  # type: ignore[override]
-        ctx.layout, ctx.shape = layout, rows.shape
-        return _place(rows, layout)
+        ctx.layout = layout
+        return _place(rows, None, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -101,14 +101,15 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         buffer, weights = ctx.saved_tensors
         layout: Layout = ctx.layout
-        k = layout.slots.shape[1]
-        if weights.numel() == 0:
-            return torch.zeros_like(buffer), torch.zeros_like(weights), None
-        of_slots = weights.reshape(-1).index_select(0, layout.sources.clamp(min=0)).unsqueeze(1)
-        for_buffer = (_place(grad, layout) * of_slots).to(buffer.dtype)
         wide = _wide(buffer, weights)
-        columns = [(grad * _rows_at(buffer, layout.slots[:, j], layout.is_full).to(wide)).sum(1) for j in range(k)]
-        return for_buffer, torch.stack(columns, 1).to(weights.dtype), None
+        columns = [
+            (grad * _rows_at(buffer, layout.slots[:, choice]).to(wide)).sum(1)
+            for choice in range(layout.slots.shape[1])
+        ]
+        for_weights = torch.stack(columns, 1)
+        if not layout.is_full:
+            for_weights = torch.where(layout.slots >= 0, for_weights, 0)
+        return _place(grad, weights, layout), for_weights.to(weights.dtype), None
 
 
 class _Permute(torch.autograd.Function):
@@ -124,33 +125,40 @@ class _Permute(torch.autograd.Function):
         return rows, None
 
 
-def _place(rows: Tensor, layout: Layout) -> Tensor:
-    k = layout.slots.shape[1]
-    if rows.shape[0] == 0:
-        return rows.new_zeros(layout.sources.numel(), rows.shape[1])
-    tokens = torch.div(layout.sources, k, rounding_mode="floor") if k > 1 else layout.sources
-    return _rows_at(rows, tokens, layout.is_full)
-
-
-def _rows_at(rows: Tensor, index: Tensor, is_full: bool) -> Tensor:
-    """``rows[index]``, zero where the index is negative."""
-    if is_full:
-        return rows.index_select(0, index)
-    if rows.shape[0] == 0:
-        return rows.new_zeros(index.numel(), rows.shape[1])
-    return rows.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).unsqueeze(1), 0)
+def _place(rows: Tensor, weights: Tensor | None, layout: Layout) -> Tensor:
+    """Every slot's row, times the weight of its route; 0 in empty slots."""
+    sources, k = layout.sources, layout.slots.shape[1]
+    tokens = sources if k == 1 else torch.div(sources, k, rounding_mode="floor")
+    placed = _rows_at(rows, tokens)
+    if weights is not None:
+        of_slots = _rows_at(weights.reshape(-1, 1), sources)
+        of_slots = of_slots if layout.is_full else torch.where((sources >= 0).unsqueeze(1), of_slots, 0)
+        return (placed * of_slots).to(rows.dtype)
+    return placed if layout.is_full else placed.mul_((sources >= 0).to(placed.dtype).unsqueeze(1))
 
 
 def _sum(buffer: Tensor, weights: Tensor | None, layout: Layout) -> Tensor:
+    """Every token's sum over its slots, times the weights of its routes; a dropped route counts 0."""
     wide = _wide(buffer, weights)
+    factors = weights
+    if not layout.is_full:
+        is_kept = layout.slots >= 0
+        factors = is_kept.to(wide) if weights is None else torch.where(is_kept, weights, 0)
     total = None
     for choice in range(layout.slots.shape[1]):
-        rows = _rows_at(buffer, layout.slots[:, choice], layout.is_full).to(wide)
-        if weights is not None:
-            rows.mul_(weights[:, choice : choice + 1])
+        rows = _rows_at(buffer, layout.slots[:, choice]).to(wide)
+        if factors is not None:
+            rows.mul_(factors[:, choice : choice + 1])
         total = rows if total is None else total.add_(rows)
     assert total is not None
     return total.to(buffer.dtype)
+
+
+def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``, any row where the index is negative, 0 where there are no rows."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(index.numel(), rows.shape[1])
+    return rows.index_select(0, index.clamp(min=0))
 
 
 def _wide(buffer: Tensor, weights: Tensor | None) -> torch.dtype:

@@ -1,0 +1,188 @@
+"""MoE dispatch: linear against hierarchical against `auto` over message sizes, and rows sent between nodes.
+
+Times are of one dispatch and combine with a capacity and idle experts, 4 nodes of 4 ranks over gloo. The nodes are
+network namespaces behind a relay that takes a fixed time for every packet (root needed), then the same ranks on the
+plain network of this machine. A time is taken from a start that all ranks share to the end of the slowest rank;
+algorithms take turns; figures are medians. Rows between nodes are counted, not timed.
+
+The default run takes about two minutes on two idle cores, most of it for the slow network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from emulated_network import DEVICE, emulated_network, enter
+from ext.comm.topology import rank_groups
+from ext.moe.dispatcher import DISPATCHERS, Auto
+from ext.moe.dispatchers.base import Dispatcher
+from ext.testing.ranks import run_ranks
+
+NODES, RANKS_PER_NODE = 4, 4
+HIDDEN = 64
+CAPACITIES = (1, 4, 16, 64, 256)
+START_DELAY_S = 0.03
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where the ranks of a run live.
+
+    Attributes:
+        name: for people.
+        namespaces: one per node; empty for the machine's own network.
+        store: file by which the ranks find each other there.
+        rounds: how often each algorithm is timed at each size.
+    """
+
+    name: str
+    namespaces: tuple[str, ...]
+    store: str
+    rounds: int
+
+
+Row = dict[str, Any]
+
+
+def time_algorithms(rank: int, world_size: int, network: Network) -> list[Row]:
+    """On every rank: median seconds by algorithm, at every size."""
+    if network.namespaces:
+        dist.destroy_process_group()
+        enter(network.namespaces[rank // RANKS_PER_NODE])
+        os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+        dist.init_process_group("gloo", init_method=f"file://{network.store}", rank=rank, world_size=world_size)
+    (group,) = rank_groups([dist.group.WORLD], RANKS_PER_NODE)
+    factories = {name: DISPATCHERS.get(name)() for name in ("linear", "hierarchical")}
+    factories["auto"] = Auto(Auto.Config(probe_seconds=6.0))
+    dispatchers = {name: factory.build(group, world_size) for name, factory in factories.items()}
+    rows = []
+    for capacity in CAPACITIES:
+        for dispatcher in dispatchers.values():
+            _call(dispatcher, capacity)  # connections, and the measurement of auto
+        ends: dict[str, list[float]] = {name: [] for name in dispatchers}
+        for turn in range(network.rounds):
+            order = list(dispatchers)[turn % 3 :] + list(dispatchers)[: turn % 3]
+            for name in order:
+                ends[name].append(_seconds(dispatchers[name], capacity))
+        times = torch.tensor([ends[name] for name in dispatchers], dtype=torch.float64)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        medians = [statistics.median(row) for row in times.tolist()]
+        rows.append({"bytes": capacity * HIDDEN * 4, **dict(zip(dispatchers, medians, strict=True))})
+    return rows
+
+
+def _call(dispatcher: Dispatcher, capacity: int) -> None:
+    tokens = capacity * dispatcher.num_experts
+    x = torch.ones(tokens, HIDDEN)
+    ids = torch.arange(tokens).remainder(dispatcher.num_experts).unsqueeze(1)
+    rows, _, state = dispatcher.dispatch(x, ids, torch.ones(tokens, 1), capacity=capacity)
+    dispatcher.combine(rows, state)
+
+
+@torch.no_grad()
+def _seconds(dispatcher: Dispatcher, capacity: int) -> float:
+    """From a start that all ranks share; the clock of `time.monotonic` is one for all namespaces."""
+    start = torch.tensor(time.monotonic(), dtype=torch.float64)
+    dist.all_reduce(start, op=dist.ReduceOp.MAX)
+    begin = start.item() + START_DELAY_S
+    time.sleep(max(0.0, begin - time.monotonic()))
+    _call(dispatcher, capacity)
+    return time.monotonic() - begin
+
+
+def count_rows(rank: int, world_size: int, ranks_per_node: int, k: int, zipf: float) -> tuple[int, int]:
+    """Rows sent to other nodes with one copy per node, and without; for two experts per rank."""
+    (group,) = rank_groups([dist.group.WORLD], ranks_per_node)
+    num_experts = 2 * world_size
+    dispatcher = DISPATCHERS.get("hierarchical")().build(group, num_experts)
+    generator = torch.Generator().manual_seed(rank)
+    popularity = torch.arange(1, num_experts + 1).float().pow(-zipf)
+    ids = torch.multinomial(popularity.expand(2048, -1), k, generator=generator)
+    _, _, state = dispatcher.dispatch(torch.ones(2048, 8), ids, torch.full(ids.shape, 1 / k))
+    naive = int((ids // (2 * ranks_per_node) != rank // ranks_per_node).sum())
+    return state.inner.rows_between_nodes, naive
+
+
+def timings(network: Network) -> Iterator[Row]:
+    """Hierarchical over linear, and `auto` over the better, at every size."""
+    measured = run_ranks(time_algorithms, NODES * RANKS_PER_NODE, network, timeout=400)[0]
+    for row in measured:
+        where = f"{network.name}, {row['bytes']} bytes per peer"
+        best = min(row["linear"], row["hierarchical"])
+        yield _row(f"hierarchical dispatch, {where}", row["hierarchical"] * 1e3, row["linear"] * 1e3, "ms", "linear")
+        yield _row(f"auto dispatch, {where}", row["auto"] * 1e3, best * 1e3, "ms", "the better of both")
+
+
+def rows_between_nodes() -> Iterator[Row]:
+    """One copy of a token per node against one per expert."""
+    for ranks_per_node, k, zipf in ((2, 4, 0.0), (4, 4, 0.0), (4, 8, 0.0), (4, 4, 1.0)):
+        counted = run_ranks(count_rows, 2 * ranks_per_node, ranks_per_node, k, zipf)
+        sent, naive = (sum(column) for column in zip(*counted, strict=True))
+        name = f"rows between 2 nodes of {ranks_per_node}, k = {k}, zipf {zipf:g}"
+        yield _row(name, sent, naive, "rows", "one per expert")
+
+
+def _row(name: str, measured: float, reference: float, unit: str, against: str) -> Row:
+    return {
+        "name": name,
+        "measured": measured,
+        "reference": reference,
+        "ratio": measured / reference,
+        "unit": unit,
+        "against": against,
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    packet_us: Annotated[float, typer.Option(help="Time the emulated network takes per packet.")] = 200.0,
+    emulated: Annotated[bool, typer.Option(help="Also measure behind the relay; needs root.")] = True,
+    plain: Annotated[bool, typer.Option(help="Also measure on this machine's own network.")] = True,
+) -> None:
+    """Run the benchmark."""
+    table = Table("what", "measured", "reference", "ratio")
+    with tempfile.TemporaryDirectory() as folder:
+        for row in _all(Path(folder), packet_us, emulated, plain):
+            if as_json:
+                print(json.dumps(row), flush=True)
+            else:
+                numbers = [f"{row[key]:.4g} {row['unit']}" for key in ("measured", "reference")]
+                table.add_row(row["name"], numbers[0], f"{numbers[1]} ({row['against']})", f"{row['ratio']:.3f}")
+    if not as_json:
+        Console().print(table)
+
+
+def _all(folder: Path, packet_us: float, emulated: bool, plain: bool) -> Iterator[Row]:
+    yield from rows_between_nodes()
+    size = f"{NODES}x{RANKS_PER_NODE} ranks"
+    for is_wanted, is_emulated in ((emulated, True), (plain, False)):
+        if not is_wanted:
+            continue
+        name = f"{size}, {packet_us:g} us per packet" if is_emulated else f"{size}, plain"
+        made = emulated_network(NODES, packet_us=packet_us) if is_emulated else nullcontext([])
+        with made as namespaces:
+            store = str(folder / ("emulated" if is_emulated else "plain"))
+            yield from timings(Network(name, tuple(namespaces), store, rounds=9 if is_emulated else 21))
+
+
+if __name__ == "__main__":
+    typer.run(main)
