@@ -32,7 +32,20 @@ for argument; do
     case "$argument" in -h|--help|--check) exit 0 ;; esac
 done
 
-MASTER_PORT="${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}"
+# Below the range from which the system hands out ports: else another program may have it before rank 0 listens.
+free_port() {
+    python - <<'END'
+import random, socket
+
+while True:
+    port = random.randrange(20000, 32000)
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) != 0:
+            print(port)
+            break
+END
+}
+MASTER_PORT="${MASTER_PORT:-$(free_port)}"
 deepspeed --log_level error --num_accelerators "$NUM_RANKS" --master_port "$MASTER_PORT" "$program" "$@" &
 launcher=$!
 

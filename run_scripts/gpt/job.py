@@ -19,9 +19,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 import ext
 from ext.adapters.deepspeed.report import StepReport
+from ext.config.batch import read_batch
 from ext.core.errors import ConfigError
 from gpt import corpus, device, model, sampling
 from gpt.arguments import RUNS, Arguments
@@ -60,7 +62,8 @@ def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int
         config, data = together(lambda: _load_data(arguments))
         settings = {**asdict(config), "pipeline stages": num_stages, "ranks": dist.get_world_size()}
         intact = None if arguments.resume is None else find_intact(output / "checkpoints", settings)
-        engine = _engine(arguments, ds_config, config, num_stages, output)
+        sample = _sample(arguments, ds_config, num_stages, data)
+        engine = _engine(arguments, ds_config, config, num_stages, sample, output)
         checkpoints = Checkpoints(engine, output / "checkpoints", settings, arguments.keep_checkpoints)
         start = 0 if intact is None else checkpoints.load(intact)
         trainer = Trainer(
@@ -84,10 +87,15 @@ def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int
 
 
 def _engine(
-    arguments: Arguments, ds_config: dict[str, Any], config: model.GPTConfig, num_stages: int, output: Path
+    arguments: Arguments,
+    ds_config: dict[str, Any],
+    config: model.GPTConfig,
+    num_stages: int,
+    sample: tuple[Tensor, Tensor],
+    output: Path,
 ) -> Any:
     with _host_messages(arguments.verbose):
-        module = model.build(config, num_stages, arguments.seed)
+        module = model.build(config, num_stages, arguments.seed, ds_config, sample)
     torch.manual_seed(arguments.seed + 1 + dist.get_rank())  # of dropout
     learning_rate = WarmupCosine(arguments.warmup_steps, arguments.steps, arguments.lr_floor)
     os.environ["EXT_RUN_DIR"] = str(output)
@@ -95,9 +103,19 @@ def _engine(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
         config=ds_config,
+        sample_batch=sample,
         lr_scheduler=None if "scheduler" in ds_config else learning_rate.scheduler,
     )
     return engine
+
+
+def _sample(
+    arguments: Arguments, ds_config: dict[str, Any], num_stages: int, data: corpus.Corpus
+) -> tuple[Tensor, Tensor]:
+    """One micro-batch, the same on every rank."""
+    micro_batch_size = read_batch(ds_config)[0].completed(dist.get_world_size() // num_stages).micro or 1
+    shape = BatchShape(arguments.seq_length, micro_batch_size, num_microbatches=1)
+    return next(Sampler(data.train, shape, 0, arguments.seed).batches(0))
 
 
 def _sampler(engine: Any, tokens: corpus.Range, arguments: Arguments, num_microbatches: int, seed: int) -> Sampler:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
+
+import ext
 
 INIT_STD = 0.02
 
@@ -108,16 +111,26 @@ def layers(config: GPTConfig) -> list[LayerSpec]:
     ]
 
 
-def build(config: GPTConfig, num_stages: int, seed: int) -> PipelineModule:
-    """This rank's stage of the model. Every rank must call it.
+def build(
+    config: GPTConfig, num_stages: int, seed: int, ds_config: dict[str, Any], sample_batch: tuple[Tensor, Tensor]
+) -> PipelineModule:
+    """This rank's stage of the model, placed as `ext.pipeline.partition` says. Every rank must call it.
 
     Each layer draws its weights from a seed of its own, so that every number of stages builds the same model.
+
+    Args:
+        config: the sizes.
+        num_stages: pipeline stages.
+        seed: of the weights.
+        ds_config: the whole ds_config.
+        sample_batch: one micro-batch, for partitions that measure the layers.
     """
-    module = PipelineModule(
+    module = ext.pipeline_module(
         layers(config),
+        config=ds_config,
+        sample_batch=sample_batch,
         num_stages=num_stages,
         loss_fn=loss_fn,
-        partition_method="type:TransformerLayer",
         checkpointable_layers=["TransformerLayer"],
         seed_layers=True,
         seed_fn=_seed_layer,
@@ -129,7 +142,7 @@ def build(config: GPTConfig, num_stages: int, seed: int) -> PipelineModule:
 
 
 def _seed_layer(seed: int) -> None:
-    torch.manual_seed(int(seed))  # partitioning by type hands over NumPy integers
+    torch.manual_seed(int(seed))  # some partitions hand over NumPy integers
 
 
 def _residual_std(config: GPTConfig) -> float:

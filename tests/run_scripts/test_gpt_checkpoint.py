@@ -17,6 +17,7 @@ from gpt.learning_rate import WarmupCosine
 from gpt.together import together
 
 CONFIG = model.GPTConfig(vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, sequence_length=8, dropout=0.2)
+SAMPLE = (torch.zeros(2, 8, dtype=torch.int64),) * 2
 SETTINGS = {"num_layers": 2}
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -27,7 +28,7 @@ DS_CONFIG = {
 
 
 def _engine(seed):
-    module = model.build(CONFIG, num_stages=2, seed=seed)
+    module = model.build(CONFIG, 2, seed, DS_CONFIG, SAMPLE)
     torch.manual_seed(seed)
     parameters = [p for p in module.parameters() if p.requires_grad]
     scheduler = WarmupCosine(2, 20).scheduler

@@ -10,6 +10,7 @@ from ext.testing.ranks import run_ranks
 from gpt import model
 
 CONFIG = model.GPTConfig(vocab_size=61, num_layers=3, hidden_size=32, num_heads=4, sequence_length=16)
+SAMPLE = (torch.zeros(1, 16, dtype=torch.int64),) * 2
 
 
 def _logits(layers, tokens):
@@ -62,7 +63,7 @@ def _weights_by_layer(rank, world_size):
     deepspeed.init_distributed()
     sums = []
     for num_stages in (1, 2):
-        module = model.build(CONFIG, num_stages, seed=7)
+        module = model.build(CONFIG, num_stages, 7, {}, SAMPLE)
         sums.append(
             {
                 index + module._local_start: [p.double().abs().sum().item() for p in layer.parameters()]
