@@ -206,8 +206,8 @@ def _torch_actions(actions: Sequence[Any]) -> tuple[Action, ...]:
 
 def _dualpipev_action(command: Any, rank: int, setting: Setting) -> Action:
     stage = rank if command.phase == 0 else 2 * setting.num_ranks - 1 - rank
-    kind = Kind.F if type(command) is ForwardPass else Kind.B
-    return Action(stage, kind, command.buffer_id % setting.num_microbatches)
+    microbatch = command.buffer_id % setting.num_microbatches
+    return Action(stage, Kind.F if type(command) is ForwardPass else Kind.B, microbatch)
 
 
 def _foreign_plan(

@@ -65,6 +65,15 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     engine.recorder.enabled = True
     engine.train_batch(_data())
     found["one step"] = measure(engine)
+    engine = _engine(world_size, "1f1b", trace={"path": f"{folder}/growing.json", "steps": [0, 9]})
+    written = []
+    for step in range(6):
+        if step == 5:
+            engine.set_train_batch_size(engine.train_batch_size() - engine.dp_world_size)  # another plan
+        engine.train_batch(_data())
+        if rank == 0:
+            written.append([trace.step for trace in read_trace(Path(folder) / "growing.json").steps])
+    found["written"] = written
     (Path(folder) / "file").touch()
     for path in (f"{folder}/file/trace.json", folder):
         with pytest.raises(ConfigError, match="ext.trace.path: .* cannot be written: .* Name another file"):
@@ -79,6 +88,11 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("traces")
     return folder, run_ranks(_run, NUM_STAGES, str(folder), timeout=120)
+
+
+def test_a_growing_file_is_written_whenever_it_has_doubled_and_starts_again_with_another_plan(runs):
+    _, found = runs
+    assert found[0]["written"] == [[0], [0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3], [5]]
 
 
 @pytest.mark.parametrize("name", ["shifted_critical_path", "zb_h1"])

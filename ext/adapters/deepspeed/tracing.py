@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from ext.adapters.deepspeed.report import gather_steps
 from ext.config import ExtConfig
 from ext.core.errors import ConfigError
 from ext.pipeline.chrome import TraceFile
+from ext.pipeline.plan import Plan
 from ext.pipeline.trace import StepTrace, with_idle
 from ext.runtime.guard import FailureGuard
 
@@ -23,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Gathers each chosen step on rank 0, which writes the file again with one step more.
+    """Gathers each chosen step on rank 0, which writes the file. Of several pipelines, that of rank 0 is traced.
 
-    A run that ends early so leaves the steps it made. Of several pipelines, that of rank 0 is traced.
+    The file is written whenever the number of its steps has doubled, after the last one, and where the process ends
+    before that: a run that ends early leaves its steps too, and a long trace is not written over and over.
 
     Args:
         path: the file.
@@ -38,6 +41,8 @@ class Tracer:
         self._first = first
         self._last = last
         self._traces: list[StepTrace] = []
+        self._num_written = 0
+        self._plan: Plan | None = None
 
     @classmethod
     def of(cls, config: ExtConfig, guard: FailureGuard) -> Tracer | None:
@@ -56,17 +61,31 @@ class Tracer:
         """Called by all ranks after each training step, with its number."""
         if not self._first <= step <= self._last or engine.grid.stage_to_global(0) != 0:
             return
-        self._traces += [with_idle(trace) for trace, _ in gather_steps(engine, 1)]
+        gathered = gather_steps(engine, 1)
         if engine.global_rank != 0:
             return
+        if self._plan is None:
+            atexit.register(self._write)
+        elif self._plan.hash != engine.plan.hash:
+            logger.info("the plan changed before step %d; its trace starts there", step)
+            self._traces, self._num_written = [], 0
+        self._plan = engine.plan
+        self._traces += [with_idle(trace) for trace, _ in gathered]
+        if len(self._traces) >= 2 * self._num_written or step == self._last:
+            self._write()
+
+    def _write(self) -> None:
+        if self._plan is None or len(self._traces) == self._num_written:
+            return
+        self._num_written = len(self._traces)
         try:
-            TraceFile("measured", engine.plan, tuple(self._traces)).write(self._path)
+            TraceFile("measured", self._plan, tuple(self._traces)).write(self._path)
         except OSError as error:
             # Training is worth more than its picture.
             logger.error("ext.trace.path: %s cannot be written: %s", self._path, error.strerror)
         else:
-            if step == self._last:
-                logger.info("trace of steps %d to %d: %s", self._first, self._last, self._path)
+            steps = ", ".join(str(trace.step) for trace in self._traces)
+            logger.info("trace of steps %s: %s", steps, self._path)
 
 
 def _refusal(path: Path) -> ConfigError | None:
