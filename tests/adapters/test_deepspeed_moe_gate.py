@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deepspeed.moe.sharded_moe import TopKGate
+from torch import nn
 
 from ext.adapters.deepspeed.moe_gate import GateRouter
 from ext.comm.topology import RankGroup
@@ -141,3 +142,24 @@ def test_a_bias_changes_the_choice_but_not_the_weights():
     assert (routing.selection.topk_ids[:, 0] == 3).all()
     weights = (x @ router.gate.wg.weight.t()).softmax(1).gather(1, routing.selection.topk_ids)
     torch.testing.assert_close(routing.probs, weights / weights.sum(1, keepdim=True))
+
+
+def test_a_layer_measured_alone_does_the_work_of_one_rank():
+    from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import LayerSpec
+
+    from ext.adapters.deepspeed.specs import profile_specs
+
+    class Block(nn.Module):
+        def __init__(self, ep_size: int, **options) -> None:
+            super().__init__()
+            self.moe = MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), EXPERTS, ep_size, k=2, **options)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.moe(x)[0]
+
+    specs = [LayerSpec(Block, 3), LayerSpec(Block, 2, drop_tokens=False)]
+    batch = (torch.randn(2, 24, HIDDEN), torch.zeros(2, 24, HIDDEN))
+    layers, _ = profile_specs(specs, [True, True], None, batch, torch.float32)
+    assert [layer.trained for layer in layers] == [EXPERTS * HIDDEN + n * (HIDDEN + 1) * HIDDEN for n in (2, 3)]
+    assert all(layer.forward > 0 for layer in layers)

@@ -1,6 +1,5 @@
 """MoE layers inside a PipelineModule, from the config alone: pipeline x experts x replicas against one process."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -18,7 +18,7 @@ from ext.adapters.deepspeed.moe_gate import check_top_k
 from ext.adapters.deepspeed.moe_layer import DispatchMoE, DispatchMOELayer
 from ext.adapters.deepspeed.moe_monitor import keep_biases, report_each_step
 from ext.adapters.deepspeed.moe_norm import count_experts_once
-from ext.comm.topology import rank_groups
+from ext.comm.topology import RankGroup, rank_groups, topology_of
 from ext.core.errors import ConfigError
 from ext.moe.dispatcher import DISPATCHERS, DispatcherConfig
 from ext.moe.dispatchers.base import Dispatcher
@@ -76,6 +76,20 @@ def create_groups(model: nn.Module, data_before_experts: bool = False) -> None:
         )
 
 
+def isolate(model: Any) -> None:
+    """Let the MoE layers of ``model`` run on this rank alone, as if every other rank sent what this one does.
+
+    For measuring layers that are thrown away afterwards, before there are process groups.
+    """
+    if not isinstance(model, nn.Module) or not all(_is_stock(moe.deepspeed_moe) for _, moe in _moe_layers(model)):
+        return
+    convert(model)
+    for layer in _converted(model):
+        ranks = range(layer.ep_size)
+        group = RankGroup(None, topology_of(ranks, ["here"] * layer.ep_size))
+        layer.dispatcher = DISPATCHERS.get("linear")().build(group, layer.router.num_experts)
+
+
 def connect(
     engine: Any, dispatcher: DispatcherConfig | None = None, ranks_per_node: int | None = None
 ) -> list[DispatchMOELayer]:
@@ -120,13 +134,21 @@ def connect(
 
 def layers_of(engine: Any) -> list[DispatchMOELayer]:
     """The converted layers on this rank."""
-    return [module for module in engine.module.modules() if isinstance(module, DispatchMOELayer)]
+    return _converted(engine.module)
 
 
 def describe(engine: Any) -> str | None:
     """What the dispatchers of this rank's layers do, for `ext.describe`; None without a converted layer."""
     found = [layer.dispatcher for layer in layers_of(engine)]
     return "; ".join(dict.fromkeys(dispatcher.describe() for dispatcher in found if dispatcher is not None)) or None
+
+
+def _converted(model: nn.Module) -> list[DispatchMOELayer]:
+    return [module for module in model.modules() if isinstance(module, DispatchMOELayer)]
+
+
+def _is_stock(layer: MOELayer) -> bool:
+    return type(layer) is MOELayer and type(layer.gate) is TopKGate
 
 
 def _moe_layers(model: nn.Module) -> list[tuple[str, MoE]]:

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
+from ext.adapters.deepspeed.moe import isolate
 from ext.cost.profile import LayerProfile
 from ext.runtime.profile import ProfiledLayer
 
@@ -100,10 +101,13 @@ def _number_of_parameters(spec: LayerSpec) -> int | None:
 def _build(spec: Any, device: str, dtype: torch.dtype) -> Any:
     """What the module's forward would call, with parameters as in training; the original is left alone."""
     if isinstance(spec, nn.Module):
-        return copy.deepcopy(spec).to(device, dtype).train()
+        layer = copy.deepcopy(spec).to(device, dtype).train()
+        isolate(layer)
+        return layer
     if not isinstance(spec, LayerSpec):
         return spec
     layer = spec.build().to(device, dtype).train()
+    isolate(layer)
     forward_fn = getattr(spec, "forward_fn", None)
     return layer if forward_fn is None else partial(forward_fn, layer)
 
