@@ -43,8 +43,10 @@ def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            yield item
-            waiting += [part for part in (item.grad, getattr(item, "grad_accum", None)) if part is not None]
+            if not item.is_meta:  # ZeRO keeps shapes as tensors without memory.
+                yield item
+            gradients = item.grad if item.is_leaf else None, getattr(item, "grad_accum", None)
+            waiting += [gradient for gradient in gradients if gradient is not None]
         elif isinstance(item, nn.Module):
             waiting += [*item.parameters(), *item.buffers()]
         elif isinstance(item, dict):
