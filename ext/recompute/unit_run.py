@@ -213,7 +213,7 @@ class LayerRun:
         """Recomputes what the table gives to these windows, in forward order, as far as the byte reserve allows."""
         for unit in self._units.units:
             dropped = self._dropped.get(unit.name)
-            if dropped is None or self._table[unit.name] not in windows or unit.communication:
+            if dropped is None or self._table[unit.name] not in windows:
                 continue
             if dropped.runs or not (dropped.unread or dropped.readers):
                 continue

@@ -113,7 +113,7 @@ def test_gradients_are_those_of_no_recompute(dtype, flash, window):
     st.sampled_from([PLAIN, INTERLEAVED, "F0 F1 F2 R2 R0 B0 R1 B1 B2", "F0 R0 R0 B0 F1 F2 B1 R2 B2"]),
     st.sampled_from([None, 0, 3000]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_table_changes_a_number(decisions, order, limit):
     layers = [block(1), block(2)]
     surroundings = Surroundings(reserve=ByteReserve(limit))
