@@ -119,7 +119,8 @@ def _run_megatron(script: Path, arguments: Sequence[str]) -> None:
 
     folder = script.resolve().parent
     given = str(folder) if _has_training_code(folder) else os.environ.get("MEGATRON_LM")
-    sys.path.insert(0, str(folder))
+    if given != str(folder):  # a checkout goes behind the installed core, which has its compiled parts
+        sys.path.insert(0, str(folder))
     is_found = find_spec("megatron") is not None and find_spec("megatron.training") is not None
     launch.run(
         script,

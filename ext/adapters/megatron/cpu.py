@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import logging
 import sys
 import types
@@ -65,7 +65,8 @@ def install_training() -> None:
     module.enable_batch_invariant_mode = _needs_gpu
     sys.modules[kernels] = module
     _module("megatron.legacy.fused_kernels").load = _answering(None)
-    _module("megatron.core.datasets.utils").compile_helpers = _answering(None)
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        _module("megatron.core.datasets.utils").compile_helpers = _answering(None)  # compiled already
     initialize = _module("megatron.training.initialize")
     training = _module("megatron.training.training")
     training.set_jit_fusion_options = _answering(None)

@@ -1,0 +1,155 @@
+"""Megatron-LM's own pretrain_gpt.py, unmodified, with this package's flags: losses as without them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ext.testing.ranks import free_port
+
+CHECKOUT = os.environ.get("MEGATRON_LM")
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM: the wheel has no training code"
+    ),
+]
+
+MODEL = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 1e-3
+    --transformer-impl local --distributed-backend gloo --tokenizer-type NullTokenizer
+    --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --log-interval 1 --eval-iters 1 --eval-interval 2
+""".split()
+MOCK = ["--vocab-size", "63", "--mock-data"]
+LOSS = re.compile(r"lm loss(?: value)?: (\S+)(?: .*grad norm: (\S+))?")
+
+
+def _launch(num_ranks, options, *, through=("run_scripts/pretrain_gpt.py", "--megatron", CHECKOUT, "--cpu", "--")):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += ["--master-port", str(free_port()), *through, *MODEL, *options]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
+
+
+def _losses(done):
+    """Training losses with gradient norms, and validation losses, as printed."""
+    found = LOSS.findall(done.stdout + done.stderr)
+    assert len(found) == 6, "\n".join([line for line in done.stderr.splitlines() if "warn" not in line][-90:])
+    return found
+
+
+def _summaries(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("megatron-deepspeed-ext ")]
+
+
+PIPELINE = ["--pipeline-model-parallel-size", "2", *MOCK]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """Two stages without our flags: Megatron's own schedule, through our launcher."""
+    done = _launch(2, PIPELINE)
+    assert not _summaries(done)
+    return _losses(done)
+
+
+def test_a_schedule_with_recompute(stock):
+    done = _launch(2, [*PIPELINE, "--ext-pipeline-schedule", "shifted_critical_path"])
+    assert _losses(done) == stock  # dropout is on by default in Megatron
+    (line,) = _summaries(done)
+    assert "schedule shifted_critical_path, 2 ranks x 8 micro-batches, layers per stage 2,2" in line
+    assert "recomputed layers 2,0" in line
+
+
+def test_split_backward_through_ext_run_and_a_config_file(stock, tmp_path):
+    file = tmp_path / "ext.json"
+    file.write_text('{"pipeline": {"schedule": "zb_h1"}, "recompute": {"policy": [1, 0]}}')
+    through = ("-m", "ext.run", "--cpu", f"{CHECKOUT}/pretrain_gpt.py")
+    done = _launch(2, [*PIPELINE, "--ext-config", str(file)], through=through)
+    assert _losses(done) == stock
+    assert "recomputed layers 1,0" in _summaries(done)[0]
+
+
+def test_bf16_replicas_and_the_distributed_optimizer():
+    options = [*PIPELINE, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    expected = _losses(_launch(4, options))
+    assert _losses(_launch(4, [*options, "--ext-pipeline-schedule", "early_recompute"])) == expected
+
+
+def test_sequence_parallel_recompute():
+    options = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *MOCK]
+    expected = _losses(_launch(2, options))
+    assert _losses(_launch(2, [*options, "--ext-recompute-policy", "full"])) == expected
+
+
+def test_real_text_from_our_preprocessing(tmp_path):
+    prefix, texts = tmp_path / "text", tmp_path / "texts"
+    texts.mkdir()
+    for number, paragraph in enumerate((ROOT / "LICENSE").read_text().split("\n\n")):
+        (texts / f"{number}.txt").write_text(paragraph)
+    prepare = [sys.executable, "run_scripts/preprocess_data.py", "--input", str(texts), "--output-prefix", str(prefix)]
+    subprocess.run(prepare, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    data = [
+        "--pipeline-model-parallel-size",
+        "2",
+        "--data-path",
+        str(prefix),
+        "--split",
+        "90,5,5",
+        "--vocab-size",
+        "257",
+    ]
+    data += ["--data-cache-path", str(tmp_path / "cache")]
+    losses = _losses(_launch(2, [*data, "--ext-pipeline-schedule", "gpipe"]))
+    first = float(losses[0][0])
+    assert 5.0 < first < 6.5  # near log(257): untrained
+
+
+def test_flags_that_cannot_work_end_the_run_before_it_starts():
+    done = _launch(2, [*PIPELINE, "--ext-recompute-policy", "full", "--recompute-activations"])
+    assert done.returncode != 0
+    text = done.stderr
+    assert text.count("--recompute-activations (found True) cannot go with --ext-recompute-policy") == 1
+    assert "initialized tensor model parallel" not in done.stdout
+    done = _launch(2, [*PIPELINE, "--ext-pipeline-schedul", "1f1b"])
+    assert done.stderr.count("--ext-pipeline-schedul: unknown flag. Did you mean '--ext-pipeline-schedule'?") == 1
+
+
+def test_the_patches_of_the_training_code_know_their_targets():
+    """The canary: fails when a new release of Megatron-LM changes a signature or moves a name."""
+    code = """
+import importlib, sys, warnings
+warnings.simplefilter("ignore")
+sys.path.append(sys.argv[1])
+from ext.adapters.megatron import cpu
+cpu.install_training()
+import patches
+from patches.manager import signature_of
+
+def read(place):
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+for name in ("megatron_arguments", "megatron_forward_backward"):
+    patch = patches.all_patches()[name]
+    places = [*patch.places, *(p for p in patch.importers if p.startswith("megatron.training."))]
+    before = [read(place) for place in places]
+    assert all(value is read(patch.target) for value in before), name
+    assert signature_of(read(patch.target)) == patch.signature
+    for _ in range(2):
+        patches.apply(name)
+        assert all(read(place) is read(patch.replacement) for place in places), name
+        patches.undo(name)
+        assert [read(place) for place in places] == before
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", code, str(CHECKOUT)], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
