@@ -13,6 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ext
 from ext.adapters.deepspeed.report import measure
+from ext.adapters.deepspeed.tracing import Tracer
 from ext.core.errors import ConfigError
 from ext.pipeline.chrome import read_trace, trace_problems
 from ext.testing.emulated import EmulatedLayer, EmulatedTimes, mean_loss
@@ -146,3 +147,10 @@ def test_report_holds_the_times_of_every_stage(runs):
         assert report.bubble == pytest.approx(sum(stage.bubble for stage in report.stages) / NUM_STAGES)
         assert report.hand_over_s > 0
     assert found[0]["one step"].num_steps == 1
+
+
+def test_a_run_without_any_of_the_chosen_steps_says_so(tmp_path, caplog):
+    tracer = Tracer(tmp_path / "trace.json", 3, 5)
+    tracer.finish()
+    assert "no step from 3 to 5 was made" in caplog.text
+    assert not (tmp_path / "trace.json").exists()

@@ -54,8 +54,12 @@ class Tracer:
         if config.trace is None:
             return None
         path = Path(config.trace.path)
-        guard.agree(_refusal(path) if dist.get_rank() == 0 else None)
-        return cls(path, *config.trace.steps)
+        is_first = dist.get_rank() == 0
+        guard.agree(_refusal(path) if is_first else None)
+        tracer = cls(path, *config.trace.steps)
+        if is_first:
+            atexit.register(tracer.finish)
+        return tracer
 
     def after_step(self, engine: PlanPipelineEngine, step: int) -> None:
         """Called by all ranks after each training step, with its number."""
@@ -64,9 +68,7 @@ class Tracer:
         gathered = gather_steps(engine, 1)
         if engine.global_rank != 0:
             return
-        if self._plan is None:
-            atexit.register(self._write)
-        elif self._plan.hash != engine.plan.hash:
+        if self._plan is not None and self._plan.hash != engine.plan.hash:
             logger.info("the plan changed before step %d; its trace starts there", step)
             self._traces, self._num_written = [], 0
         self._plan = engine.plan
@@ -74,9 +76,21 @@ class Tracer:
         if len(self._traces) >= 2 * self._num_written or step == self._last:
             self._write()
 
+    def finish(self) -> None:
+        """Where the process ends: write what is not yet written, or say that there was nothing to trace."""
+        if not self._traces:
+            logger.warning(
+                "ext.trace.steps: no step from %d to %d was made, so %s was not written. The first step of a run is 0; "
+                "a resumed run goes on counting.",
+                self._first,
+                self._last,
+                self._path,
+            )
+        elif len(self._traces) > self._num_written:
+            self._write()
+
     def _write(self) -> None:
-        if self._plan is None or len(self._traces) == self._num_written:
-            return
+        assert self._plan is not None
         self._num_written = len(self._traces)
         try:
             TraceFile("measured", self._plan, tuple(self._traces)).write(self._path)
