@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +22,13 @@ pytestmark = [
     ),
 ]
 
-MODEL = """
+MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
     --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 1e-3
     --transformer-impl local --distributed-backend gloo --tokenizer-type NullTokenizer
     --no-persist-layer-norm --no-gradient-accumulation-fusion
     --log-interval 1 --eval-iters 1 --eval-interval 2
-""".split()
+""")
 MOCK = ["--vocab-size", "63", "--mock-data"]
 LOSS = re.compile(r"lm loss(?: value)?: (\S+)(?: .*grad norm: (\S+))?")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ext.adapters.megatron import arguments
+from ext.adapters.megatron import apex, arguments
 from ext.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PATCHES = ("megatron_forward_backward", "megatron_arguments")
 CPU = "--cpu"
@@ -38,6 +41,8 @@ def run(script: Path, options: Sequence[str], *, checkout: Path | None, cpu: boo
 
     if checkout is not None and str(checkout) not in sys.path:
         sys.path.append(str(checkout))
+    if apex.hide_namesake():
+        logger.warning("the package apex is not NVIDIA's; hidden from Megatron, which would fail on it")
     try:
         _prepare(cpu)
     except ModuleNotFoundError as error:

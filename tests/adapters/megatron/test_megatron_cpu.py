@@ -1,12 +1,13 @@
 """The CPU stand-ins: not part of a GPU run, and refused beside a CUDA device."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from ext.adapters.megatron import launch
+from ext.adapters.megatron import apex, launch
 from ext.core.errors import ConfigError
 
 
@@ -28,6 +29,8 @@ def _fake_checkout(folder):
         "import sys\nfrom megatron.training.initialize import parse_args\nargs = parse_args()\n"
         "from megatron.core.pipeline_parallel import get_forward_backward_func as get\n"
         "stand_ins = 'ext.adapters.megatron.cpu' in sys.modules\n"
+        "from megatron.core.models.gpt import gpt_layer_specs\n"
+        "assert gpt_layer_specs.LNImpl.__name__ == 'WrappedTorchNorm'\n"
         "print('ran', type(get(2)).__name__, args.ext_recompute_policy, args.fp16, stand_ins)\n"
     )
     return script
@@ -41,12 +44,26 @@ def test_a_run_without_the_switch_goes_through_the_launcher_without_stand_ins(tm
         "for given in (['--ext-recompute-policy', 'full'], ['--ext-enabled', 'false', '--fp16'], ['--fp16']):\n"
         f"    launch.run(Path({str(script)!r}), given, checkout=Path({str(tmp_path)!r}), cpu=False)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    # PyPI's apex is a web framework, and megatron.core asks for no more than its name.
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("class Router: ...\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.getcwd()))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert done.stdout.splitlines() == [
         "ran PlanForwardBackward full False False",
         "ran function None True False",
         "ran function None True False",
     ], done.stderr
+
+
+def test_nvidias_apex_is_left_alone(tmp_path, monkeypatch):
+    for name in ("multi_tensor_apply", "normalization", "optimizers"):
+        (tmp_path / "apex" / name).mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    assert not apex.hide_namesake()
+    assert "apex" not in sys.modules
 
 
 def test_a_cuda_device_refuses_them(monkeypatch):

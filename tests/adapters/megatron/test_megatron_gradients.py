@@ -127,6 +127,34 @@ def test_bf16_on_two_stages_and_two_replicas():
     run_ranks(_bf16_with_distributed_optimizer, 4)
 
 
+def _gradient_scale(rank, world_size):
+    """The gradient's scale on every stage is that of the mean over all micro-batches, whatever their number."""
+    from megatron.core import parallel_state
+
+    from ext.adapters.megatron import testing
+
+    for pp in (2, 4):
+        for count in (1, 2, 4, 8):
+            everything = [testing.batches(count, start=10 * replica) for replica in range(4 // pp)]
+            _, reference = _reference([batch for data in everything for batch in data])
+            testing.parallel(pp=pp)
+            data = everything[parallel_state.get_data_parallel_rank()]
+            for schedule in SCHEDULES:
+                if schedule == "shifted_critical_path" and count < 4:
+                    continue
+                model = testing.build()
+                testing.train(_function(schedule), model, data)
+                for name, gradient in testing.gradients(model).items():
+                    expected = reference[name].double()
+                    ratio = (gradient.double() * expected).sum() / expected.square().sum()
+                    assert abs(ratio - 1) < 1e-5, (pp, count, schedule, name, ratio)
+
+
+@pytest.mark.slow
+def test_gradient_scale_on_every_stage():
+    run_ranks(_gradient_scale, 4, timeout=200)
+
+
 def _aligned_reductions(rank, world_size):
     """``grad_sync_func`` starts reductions on all stages but the first, as with --align-grad-reduce."""
     from ext.adapters.megatron import testing
