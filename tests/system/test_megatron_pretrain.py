@@ -36,7 +36,7 @@ LOSS = re.compile(r"lm loss(?: value)?: (\S+)(?: .*grad norm: (\S+))?")
 def _launch(num_ranks, options, *, through=("run_scripts/pretrain_gpt.py", "--megatron", CHECKOUT, "--cpu", "--")):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-port", str(free_port()), *through, *MODEL, *options]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
 
 

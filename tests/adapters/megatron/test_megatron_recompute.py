@@ -90,3 +90,35 @@ def _memory(rank, world_size):
 
 def test_layers_are_as_before_after_a_step():
     run_ranks(_memory, 1)
+
+
+def _nested_streams(rank, world_size):
+    """A stream forked inside itself, whose entry in the tracker's table is out of date when the layer starts."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from ext.adapters.megatron import testing
+    from ext.adapters.megatron.layers import MegatronRngTracker
+    from ext.recompute.regions import MicrobatchRegions
+
+    testing.parallel()
+    tracker, masks = get_cuda_rng_tracker(), []
+
+    def layer(x):
+        with tracker.fork():
+            masks.append(torch.nn.functional.dropout(x, 0.5))
+        return masks[-1].square()
+
+    regions = MicrobatchRegions((MegatronRngTracker(),))
+    x = torch.ones(64, requires_grad=True)
+    with tracker.fork():
+        torch.rand(3)
+        y = regions.call(layer, x)
+    before = tracker.get_states()
+    with regions.backward():
+        y.sum().backward()
+    assert torch.equal(*masks)
+    assert all(torch.equal(state, before[name]) for name, state in tracker.get_states().items())
+
+
+def test_a_stream_inside_itself_is_restored():
+    run_ranks(_nested_streams, 1)
