@@ -45,6 +45,6 @@ def _fail(error: ExtError) -> int:
 
 if __name__ == "__main__":
     code = main()
-    if code != 0:
-        sys.stdout.flush()
-        os._exit(code)  # a process group that is still connected may abort the interpreter's own end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a process group that is still connected may abort the interpreter's own end

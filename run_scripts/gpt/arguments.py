@@ -26,6 +26,9 @@ class Arguments:
     seq_length: int
     vocab_size: int | None
     dropout: float
+    num_experts: int | None
+    top_k: int
+    expert_parallel: int | None
     data_path: Path | None
     tokenizer: Path | None
     steps: int
@@ -72,6 +75,9 @@ def parse(argv: list[str] | None = None) -> Arguments:
     add("--seq-length", type=int, default=128, help="tokens of one sample")
     add("--vocab-size", type=int, help="default: that of the tokenizer, which must not be larger")
     add("--dropout", type=float, default=0.0)
+    add("--num-experts", type=int, help="experts in the place of each MLP; default: none")
+    add("--top-k", type=int, default=2, help="experts per token")
+    add("--expert-parallel", type=int, help="ranks that share the experts; default: as many as divide both")
     add("--data-path", type=Path, help="text file, folder, or prefix of .bin and .idx; default: Python's own source")
     add("--tokenizer", type=Path, help="JSON file of the 'tokenizers' package; default: bytes")
     add("--steps", type=int, default=300)
@@ -106,8 +112,8 @@ def parse(argv: list[str] | None = None) -> Arguments:
 
 def _problems(arguments: Arguments) -> Iterator[str]:
     at_least_one = (
-        "num_layers hidden_size num_heads seq_length vocab_size pipeline_stages steps eval_batches log_every "
-        "keep_checkpoints world_size"
+        "num_layers hidden_size num_heads seq_length vocab_size num_experts top_k expert_parallel pipeline_stages "
+        "steps eval_batches log_every keep_checkpoints world_size"
     )
     for names, minimum in ((at_least_one, 1), ("warmup_steps eval_every save_every seed", 0)):
         for name in names.split():
@@ -123,6 +129,14 @@ def _problems(arguments: Arguments) -> Iterator[str]:
             f"--hidden-size: {arguments.hidden_size} is no multiple of --num-heads {arguments.num_heads}; "
             f"the nearest are {_multiples(arguments.hidden_size, arguments.num_heads)}."
         )
+
+    experts, ranks = arguments.num_experts, arguments.expert_parallel
+    if experts is not None and arguments.top_k > experts:
+        yield f"--top-k: {arguments.top_k} experts per token, --num-experts gives {experts}. Lower it or give more."
+    if experts is not None and ranks and experts % ranks:
+        yield f"--expert-parallel: {ranks} ranks cannot share {experts} experts evenly. Use a divisor of {experts}."
+    if experts is None and ranks is not None:
+        yield f"--expert-parallel: {ranks} without --num-experts. Give the number of experts, or remove the option."
 
 
 def _option(name: str) -> str:

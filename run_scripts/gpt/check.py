@@ -34,7 +34,7 @@ def check(arguments: Arguments) -> tuple[dict[str, Any], int]:
     ds_config = read_ds_config(arguments.config)
     world_size = arguments.world_size if arguments.check else int(os.environ["WORLD_SIZE"])
     num_stages = _num_stages(arguments, ds_config, world_size)
-    problems = [*_own_problems(arguments, ds_config, num_stages)]
+    problems = [*_own_problems(arguments, ds_config, num_stages, world_size // num_stages)]
     problems += map(
         str,
         check_config(
@@ -88,12 +88,19 @@ def _num_stages(arguments: Arguments, ds_config: Mapping[str, Any], world_size: 
     return stages
 
 
-def _own_problems(arguments: Arguments, ds_config: Mapping[str, Any], num_stages: int) -> Iterator[str]:
+def _own_problems(
+    arguments: Arguments, ds_config: Mapping[str, Any], num_stages: int, data_parallel: int
+) -> Iterator[str]:
     zero_stage = _option(ds_config, "zero_optimization", "stage", 0)
     if _option(ds_config, "bf16", "enabled", False) and zero_stage == 0 and (arguments.save_every or arguments.resume):
         yield (
             "bf16.enabled: DeepSpeed cannot load the checkpoints that it writes for bf16 without ZeRO. "
             "Set zero_optimization.stage to 1, or --save-every 0 for a run without checkpoints."
+        )
+    if arguments.expert_parallel and data_parallel and data_parallel % arguments.expert_parallel:
+        yield (
+            f"--expert-parallel: {arguments.expert_parallel} ranks do not divide the {data_parallel} "
+            f"replicas. Use a divisor of {data_parallel}."
         )
     if arguments.num_layers < num_stages:
         yield (

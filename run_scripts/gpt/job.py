@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import io
 import logging
+import math
 import os
 import signal
 import sys
@@ -59,7 +60,7 @@ def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int
     output = from_first(lambda: _run_folder(arguments))
     is_first = dist.get_rank() == 0
     with together(lambda: JsonLog(arguments.log_json if is_first else None)) as log:
-        config, data = together(lambda: _load_data(arguments))
+        config, data = together(lambda: _load_data(arguments, num_stages))
         settings = {**asdict(config), "pipeline stages": num_stages, "ranks": dist.get_world_size()}
         intact = None if arguments.resume is None else find_intact(output / "checkpoints", settings)
         sample = _sample(arguments, ds_config, num_stages, data)
@@ -125,7 +126,7 @@ def _sampler(engine: Any, tokens: corpus.Range, arguments: Arguments, num_microb
     return Sampler(tokens, shape, engine.grid.get_data_parallel_rank(), seed)
 
 
-def _load_data(arguments: Arguments) -> tuple[model.GPTConfig, corpus.Corpus]:
+def _load_data(arguments: Arguments, num_stages: int) -> tuple[model.GPTConfig, corpus.Corpus]:
     tokens, vocab_size = vocabulary(arguments)
     data = corpus.find(arguments.data_path).load(tokens)
     for part, name in ((data.train, "training"), (data.validation, "validation")):
@@ -137,8 +138,18 @@ def _load_data(arguments: Arguments) -> tuple[model.GPTConfig, corpus.Corpus]:
         num_heads=arguments.num_heads,
         sequence_length=arguments.seq_length,
         dropout=arguments.dropout,
+        num_experts=arguments.num_experts,
+        top_k=arguments.top_k,
+        expert_parallel=_expert_parallel(arguments, dist.get_world_size() // num_stages),
     )
     return config, data
+
+
+def _expert_parallel(arguments: Arguments, data_parallel: int) -> int:
+    """Ranks that share the experts: as asked, else as many as both numbers allow."""
+    if arguments.num_experts is None or arguments.expert_parallel is not None:
+        return arguments.expert_parallel or 1
+    return math.gcd(arguments.num_experts, data_parallel)
 
 
 def _run_folder(arguments: Arguments) -> Path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
@@ -18,7 +20,11 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model; `sequence_length` is also the number of learned positions."""
+    """Sizes of the model; `sequence_length` is also the number of learned positions.
+
+    With `num_experts` the MLP of every block is a mixture of so many, of which each token takes `top_k`, spread over
+    `expert_parallel` ranks.
+    """
 
     vocab_size: int
     num_layers: int = 8
@@ -26,6 +32,9 @@ class GPTConfig:
     num_heads: int = 4
     sequence_length: int = 128
     dropout: float = 0.0
+    num_experts: int | None = None
+    top_k: int = 2
+    expert_parallel: int = 1
 
 
 class TokenEmbedding(nn.Module):
@@ -74,19 +83,45 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, size))
 
 
+class Mlp(nn.Sequential):
+    """Two linear layers with four times the hidden size between them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(
+            _linear(config.hidden_size, 4 * config.hidden_size, INIT_STD),
+            nn.GELU(approximate="tanh"),
+            _linear(4 * config.hidden_size, config.hidden_size, _residual_std(config)),
+        )
+
+
+class ExpertMlp(nn.Module):
+    """A mixture of `Mlp` experts, DeepSpeed's layer; `ext.moe.router.aux_loss_weight` adds its auxiliary loss.
+
+    Experts draw their weights one after another, so that every number of ranks builds the same ones.
+    """
+
+    def __init__(self, config: GPTConfig, num_experts: int) -> None:
+        super().__init__()
+        ranks = config.expert_parallel
+        self.moe = MoE(config.hidden_size, Mlp(config), num_experts, ranks, config.top_k, capacity_factor=1.25)
+        experts = [Mlp(config) for _ in range(num_experts)]
+        first = dist.get_rank() % ranks * self.moe.num_local_experts if ranks > 1 else 0
+        for local, expert in enumerate(cast(nn.ModuleList, self.moe.deepspeed_moe.experts.deepspeed_experts)):
+            expert.load_state_dict(experts[first + local].state_dict())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.moe(hidden)[0]
+
+
 class TransformerLayer(nn.Module):
-    """One block, attention and MLP, each behind its norm: the unit of partition and of recomputation."""
+    """One block, attention and MLP or experts, each behind its norm: the unit of partition and of recomputation."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size)
-        self.mlp = nn.Sequential(
-            _linear(config.hidden_size, 4 * config.hidden_size, INIT_STD),
-            nn.GELU(approximate="tanh"),
-            _linear(4 * config.hidden_size, config.hidden_size, _residual_std(config)),
-        )
+        self.mlp = Mlp(config) if config.num_experts is None else ExpertMlp(config, config.num_experts)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:

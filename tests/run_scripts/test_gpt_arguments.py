@@ -60,6 +60,7 @@ def test_all_wrong_values_are_named_at_once():
         (["--world-size", 2, "--data-path", "/none"], "/none does not exist"),
         (["--world-size", 2, "--config", "/none.json"], "/none.json"),
         (["--world-size", 2, "--vocab-size", 100], "--vocab-size: 100 is too small, the tokenizer has 257"),
+        (["--world-size", 4, "--num-experts", 8, "--expert-parallel", 4], "4 ranks do not divide the 2 replicas"),
         (["--world-size", 2, "--tokenizer", "/none.json"], "--tokenizer: /none.json cannot be read"),
     ],
 )
@@ -69,6 +70,17 @@ def test_refused_with_one_text(options, says):
     assert says in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_experts_that_do_not_fit():
+    with pytest.raises(ConfigError) as caught:
+        arguments.parse(["--num-experts", "6", "--top-k", "7", "--expert-parallel", "4"])
+    assert caught.value.problems == (
+        "--top-k: 7 experts per token, --num-experts gives 6. Lower it or give more.",
+        "--expert-parallel: 4 ranks cannot share 6 experts evenly. Use a divisor of 6.",
+    )
+    with pytest.raises(ConfigError, match="--expert-parallel: 2 without --num-experts"):
+        arguments.parse(["--expert-parallel", "2"])
 
 
 def test_an_unknown_schedule_is_refused_with_the_nearest(tmp_path):

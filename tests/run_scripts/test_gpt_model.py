@@ -1,5 +1,6 @@
 """The example GPT: shapes, causality, loss at initialisation, the same weights for every number of stages."""
 
+import dataclasses
 import math
 
 import deepspeed
@@ -86,3 +87,23 @@ def test_every_number_of_stages_builds_the_same_weights():
     for stage in stages:
         for index, sums in stage.items():
             assert sums == whole[index], index
+
+
+def test_experts_do_not_depend_on_the_ranks_that_share_them(monkeypatch):
+    experts = {}
+    for ranks in (1, 2):
+        config = dataclasses.replace(CONFIG, num_experts=4, expert_parallel=ranks)
+        for rank in range(ranks):
+            monkeypatch.setattr(model.dist, "get_rank", lambda rank=rank: rank)
+            torch.manual_seed(3)
+            layer = model.ExpertMlp(config, 4)
+            for local, expert in enumerate(layer.moe.deepspeed_moe.experts.deepspeed_experts):
+                experts[ranks, rank * layer.moe.num_local_experts + local] = expert.state_dict()
+    for index in range(4):
+        for name, value in experts[1, index].items():
+            assert torch.equal(experts[2, index][name], value)
+    assert not torch.equal(experts[1, 0]["0.weight"], experts[1, 1]["0.weight"])
+    monkeypatch.undo()
+    tokens = torch.randint(CONFIG.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
+    logits = _logits(_built(dataclasses.replace(CONFIG, num_experts=4)), tokens)
+    assert logits.shape == (2, 16, CONFIG.vocab_size)
