@@ -24,7 +24,7 @@ MAX_CELLS = 500_000
 LARGEST = 1e100
 """Times and sizes above this, or below one part of it, would overflow."""
 
-POLICIES = ("default", "none", "full")
+POLICIES = ("default", "none", "full", "stage_aware")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ class Request:
     num_layers: int | None
     layers_per_stage: str | None
     search_seconds: float
+
+    @property
+    def is_stage_aware(self) -> bool:
+        """Whether the budget decides what is recomputed; a budget without a policy means that."""
+        return self.recompute_policy == "stage_aware" or (
+            self.recompute_policy == "default" and self.activation_budget is not None
+        )
 
     @property
     def shape(self) -> PipelineShape:
@@ -115,9 +122,8 @@ def _wrong_policy(request: Request) -> Iterator[str]:
         yield f"--recompute-policy: {_not_built(policy, POLICIES)}"
     elif policy not in POLICIES:
         yield f"--recompute-policy: unknown policy '{policy}'.{nearest(policy, POLICIES)} Known: {', '.join(POLICIES)}."
-    if request.activation_budget is not None:
-        release = ext.__version__
-        yield f"--activation-budget: it needs a policy that is not built in this release ({release}). Leave it out."
+    elif policy == "stage_aware" and request.activation_budget is None:
+        yield "--recompute-policy: 'stage_aware' needs a budget; give --activation-budget."
 
 
 def _is_planned(key: str, name: str) -> bool:

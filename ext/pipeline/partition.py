@@ -15,6 +15,7 @@ from ext.cost.states import StateBytes
 from ext.pipeline.costs import Costs, StageCosts
 from ext.pipeline.fit import ROUNDING, fewest_recomputed, stage_loads, step_time
 from ext.pipeline.layout import uniform_layers
+from ext.pipeline.passes import MAX_UNFINISHED_SENDS
 from ext.pipeline.schedule import Schedule
 from ext.pipeline.stage_model import PipelineProfile, Stage, StageModel
 
@@ -98,7 +99,7 @@ def recompute_aware(
     budgets: Sequence[float],
     *,
     allowed: Callable[[int, int], Sequence[int]] = lambda stage, most: range(most + 1),
-    max_unfinished_sends: int = 0,
+    max_unfinished_sends: int = MAX_UNFINISHED_SENDS,
     show: Callable[[float], str] = "{:.4g}".format,
 ) -> Layout:
     """The layout whose slowest stage is fastest, recomputation included, within the memory of every rank.

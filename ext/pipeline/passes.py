@@ -10,6 +10,8 @@ from ext.pipeline.actions import Action, B, F, I, Kind, R
 from ext.pipeline.replay import Replay
 
 DEFAULT_LOOKAHEAD = 2
+MAX_UNFINISHED_SENDS = 8
+"""Messages of one channel that are kept before the oldest is waited for to leave."""
 
 
 def place_recomputes(

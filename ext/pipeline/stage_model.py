@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ext.cost.profile import LayerProfile, parameters_of
 from ext.cost.states import StateBytes, States
 from ext.pipeline.costs import StageCosts
-from ext.pipeline.passes import DEFAULT_LOOKAHEAD
+from ext.pipeline.layout import LayerCosts
+from ext.pipeline.passes import DEFAULT_LOOKAHEAD, MAX_UNFINISHED_SENDS
 
 Storages = frozenset[int]
 
@@ -29,6 +30,31 @@ class StageModel:
 
     costs: tuple[StageCosts, ...]
     fixed: float = 0.0
+
+
+def equal_layers(layer: LayerCosts, num_layers: int, *, may_recompute: bool = True) -> StageModel:
+    """A stage of equal layers; recomputing them, a backward holds one at a time."""
+    whole = StageCosts(
+        forward=num_layers * layer.forward,
+        input_grad=num_layers * layer.input_grad,
+        weight_grad=num_layers * layer.weight_grad,
+        activations=num_layers * layer.activations,
+    )
+    return StageModel(
+        (
+            whole,
+            *(
+                replace(
+                    whole,
+                    recompute=count * layer.recompute,
+                    dropped=count * layer.activations,
+                    stash=count * layer.stash,
+                    working_set=layer.activations,
+                )
+                for count in range(1, num_layers + 1 if may_recompute else 1)
+            ),
+        )
+    )
 
 
 class Stage:
@@ -153,7 +179,7 @@ class PipelineProfile:
 
     stages: tuple[Stage, ...]
     state_bytes: StateBytes
-    max_unfinished_sends: int = 0
+    max_unfinished_sends: int = MAX_UNFINISHED_SENDS
 
     def states(self, stage: int) -> States:
         """Parameters, gradients and optimizer of a stage."""

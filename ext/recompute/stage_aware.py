@@ -47,6 +47,7 @@ class ProfiledPolicy(FullRecompute):
         stages: Sequence[StageModel],
         budgets: Sequence[float],
         show: Callable[[float], str] = "{:.4g}".format,
+        latency: float = 0.0,
     ) -> Choice:
         """The recomputed layers of every stage.
 
@@ -55,6 +56,7 @@ class ProfiledPolicy(FullRecompute):
             stages: choices of each stage, by stage.
             budgets: most that each stage may hold, in the unit of the stages' activations.
             show: writes an amount of memory with its unit.
+            latency: time of a message between ranks, in the unit of the stages' times.
 
         Raises:
             BudgetError: some stage cannot keep within its budget; names the smallest that it can.
@@ -80,11 +82,12 @@ class StageAware(ProfiledPolicy):
         stages: Sequence[StageModel],
         budgets: Sequence[float],
         show: Callable[[float], str] = "{:.4g}".format,
+        latency: float = 0.0,
     ) -> Choice:
         choices = [
             choice
             for variant, fits in _fits(schedule, stages, budgets)
-            if (choice := _choice(variant, stages, fits)) is not None
+            if (choice := _choice(variant, stages, fits, latency)) is not None
         ]
         if not choices:
             raise BudgetError(*_too_small(schedule, smallest_budgets(schedule, stages, budgets), budgets, show))
@@ -110,12 +113,12 @@ def _fits(
         )
 
 
-def _choice(schedule: Schedule, stages: Sequence[StageModel], fits: Sequence[Fit]) -> Choice | None:
+def _choice(schedule: Schedule, stages: Sequence[StageModel], fits: Sequence[Fit], latency: float) -> Choice | None:
     """None where some stage does not fit."""
     recomputed = tuple(fit.num_recomputed for fit in fits if fit.num_recomputed is not None)
     if len(recomputed) < len(fits):
         return None
-    costs = Costs(tuple(model.costs[count] for model, count in zip(stages, recomputed, strict=True)))
+    costs = Costs(tuple(model.costs[count] for model, count in zip(stages, recomputed, strict=True)), latency)
     return Choice(schedule, recomputed, step_time(schedule, recomputed, costs), tuple(fit.memory for fit in fits))
 
 

@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ext.core.errors import CommunicationError, DataError
+from ext.pipeline.passes import MAX_UNFINISHED_SENDS
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 _HEADER_LENGTH = 256
-MAX_UNFINISHED_SENDS = 8
-"""Messages that a sender keeps before it waits for the oldest to leave."""
 _OPEN_TIMEOUT = timedelta(minutes=30)
 
 

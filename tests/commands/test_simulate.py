@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ext.__main__ import COMMANDS, EXIT_BAD_CONFIG, main
+from ext.__main__ import COMMANDS, EXIT_BAD_CONFIG, EXIT_INFEASIBLE, main
 
 
 def call(capsys, text: str, code: int = 0) -> dict:
@@ -136,14 +136,41 @@ def test_unknown_and_unbuilt_names(capsys):
     [
         "--schedule auto",
         "--schedule plan_file",
-        "--schedule 1f1b --recompute-policy stage_aware",
-        "--schedule 1f1b --activation-budget 2",
     ],
 )
 def test_what_a_later_release_has_is_refused_as_such(capsys, options):
     (problem,) = problems(capsys, f"{BASE} {options}")
     assert "not built in this release" in problem
     assert "Did you mean" not in problem
+
+
+@pytest.mark.parametrize(
+    ("schedule", "budget", "step_time", "recomputed", "peaks"),
+    [
+        ("1f1b", 2, 66.125, [5, 4, 0, 0], [1.775, 1.715, 2, 1]),
+        ("shifted_critical_path", 1.25, 70, [8, 8, 8, 0], [1.18, 1.18, 1.18, 1]),
+        ("shifted_critical_path", 3, 61.5, [3, 0, 0, 0], [2.715, 3, 2, 1]),
+    ],
+)
+@pytest.mark.parametrize("policy", ["", "--recompute-policy stage_aware"])
+def test_a_budget_decides_what_is_recomputed(capsys, schedule, budget, step_time, recomputed, peaks, policy):
+    text = f"--stages 4 --micro-batches 16 --schedule {schedule} {UNIT} {policy} --activation-budget {budget}"
+    answer = call(capsys, text)
+    assert answer["recomputed_layers"] == recomputed
+    assert answer["step_time"] == step_time
+    assert answer["peak_activations"] == peaks
+
+
+def test_a_budget_that_cannot_be_kept(capsys):
+    answer = call(capsys, f"{BASE} --schedule 1f1b {UNIT} --activation-budget 0.3", EXIT_INFEASIBLE)
+    stage, other, smallest = answer["error"].splitlines()
+    assert stage == "--activation-budget: stage 0: needs at least 0.365, the budget is 0.3."
+    assert other == "--activation-budget: stage 1: needs at least 0.305, the budget is 0.3."
+    assert "0.365, 0.305, 0.245, 0.185" in smallest
+    answer = call(capsys, f"{BASE} --schedule 1f1b --recompute-policy none --activation-budget 3.5", EXIT_INFEASIBLE)
+    assert answer["error"].startswith("--activation-budget: rank 0 holds 4, the budget is 3.5.")
+    (missing,) = problems(capsys, f"{BASE} --schedule 1f1b --recompute-policy stage_aware")
+    assert "give --activation-budget" in missing
 
 
 def test_every_violation_at_once(capsys):

@@ -16,7 +16,7 @@ from ext.pipeline.passes import place_recomputes
 from ext.pipeline.plan import PipelineShape
 from ext.pipeline.schedule import SCHEDULES
 from ext.pipeline.simulate import simulate
-from ext.pipeline.stage_model import StageModel
+from ext.pipeline.stage_model import StageModel, equal_layers
 from ext.pipeline.timing import OrderCosts
 from ext.recompute.policy import POLICIES
 
@@ -35,16 +35,11 @@ def _layer(layers, alpha=0.06, f=1.0, b=1.0, w=1.0, r=1.0):
 
 def _models(schedule, layer, layers, fixed=None):
     """The choices of equal stages."""
-    return [
-        StageModel(
-            tuple(
-                stage_costs(layer, [layers], [count])[0]
-                for count in range(layers + 1 if schedule.may_recompute(stage) else 1)
-            ),
-            0.0 if fixed is None else fixed[stage],
-        )
+    models = [
+        equal_layers(layer, layers, may_recompute=schedule.may_recompute(stage))
         for stage in range(len(schedule.rank_of))
     ]
+    return [replace(model, fixed=0.0 if fixed is None else fixed[stage]) for stage, model in enumerate(models)]
 
 
 def _choose(name, p, m, budget, layer=None, layers=8, fixed=None):
@@ -188,3 +183,13 @@ def test_extra_forwards_follow_the_budget():
     loose = _choose("shifted_critical_path", 4, 16, 9.0, slow_backward)
     assert tight.step_time > loose.step_time
     assert max(tight.memory) <= 1.19
+
+
+def test_equal_layers_cost_what_their_sum_costs():
+    layer = _layer(5, alpha=0.1, f=1.5, b=2.0, w=0.5, r=0.7)
+    for may in (True, False):
+        costs = equal_layers(layer, 5, may_recompute=may).costs
+        assert len(costs) == (6 if may else 1)
+        for count, got in enumerate(costs):
+            want = stage_costs(layer, [5], [count])[0]
+            assert vars(got) == pytest.approx(vars(want))

@@ -67,7 +67,7 @@ class PlanPipelineEngine(PipelineEngine):
         self.inventory = LayerInventory.of(self.module)
         self.pipe_buffers.update(losses=[], regions=[], output_specs=[])
         self.recomputes: dict[int, int] = {}
-        self.resolution = resolve.resolve(config, self.inventory, self.num_stages, self.micro_batches)
+        self.resolution = resolve.resolve(config, self.inventory, self.micro_batches)
         if self.resolution.replaces_host_checkpointing:
             self.module.activation_checkpoint_interval = 0
         self.plan = self.resolution.plan
@@ -109,7 +109,6 @@ class PlanPipelineEngine(PipelineEngine):
         self.resolution = resolve.resolve(
             self.ext_config,
             self.inventory,
-            self.num_stages,
             self.micro_batches,
             self.memory.profile,
             self.memory.budgets(),

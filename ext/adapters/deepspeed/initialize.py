@@ -21,6 +21,7 @@ from ext.adapters.deepspeed.engine import PlanPipelineEngine
 from ext.adapters.deepspeed.layers import LayerInventory
 from ext.adapters.deepspeed.placement import PlacedPipelineModule, placement_problem
 from ext.config import ExtConfig, check_config
+from ext.config.decide import BUDGET_KEY, needs_profile
 from ext.config.source import read_ds_config
 from ext.core.errors import ConfigError
 from ext.core.launch_env import check_launch_environment
@@ -147,13 +148,13 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
 
 def _missing_budget(config: ExtConfig) -> str | None:
     recompute = config.recompute
-    if recompute is None or recompute.memory_budget_gib is not None or not resolve.needs_profile(config):
+    if recompute is None or recompute.memory_budget_gib is not None or not needs_profile(config):
         return None
     device: Any = get_accelerator()
     if device.device_name() != "cpu":
         return None
     return (
-        f"{resolve.BUDGET_KEY}: missing. On CPU the policy '{recompute.policy.type}' needs it, as the ranks share one "
+        f"{BUDGET_KEY}: missing. On CPU the policy '{recompute.policy.type}' needs it, as the ranks share one "
         "memory. Give the GiB of one rank: one number, or a list with one per stage."
     )
 

@@ -22,12 +22,13 @@ from torch import Tensor
 from ext.adapters.deepspeed import resolve
 from ext.adapters.deepspeed.profiling import ReplayedIterator, profile_stages
 from ext.adapters.deepspeed.states import optimizer_tensors, predicted_states, state_tensors
+from ext.config.decide import BUDGET_KEY, budgets_in_bytes, needs_profile
 from ext.core.errors import OutOfMemoryError
 from ext.pipeline.memory_table import StageMemory, amount, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
 from ext.recompute.stage_aware import BudgetError
-from ext.runtime.channels import MAX_UNFINISHED_SENDS, as_tuple
+from ext.runtime.channels import as_tuple
 from ext.runtime.live_bytes import LiveBytes, storage_bytes
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class MemoryWatch:
         asked = [os.environ.get(SWITCH, "") not in ("", "0")]
         dist.broadcast_object_list(asked, src=0)
         self._shows = asked[0]
-        self._is_due = asked[0] or resolve.needs_profile(engine.ext_config)
+        self._is_due = asked[0] or needs_profile(engine.ext_config)
         self._device: Any = get_accelerator()
         self._on_cpu = self._device.device_name() == "cpu"
         self._was_counted = False
@@ -112,7 +113,6 @@ class MemoryWatch:
         self.profile = PipelineProfile(
             tuple(Stage(stage, is_last=index == last) for index, stage in enumerate(layers)),
             predicted_states(engine),
-            MAX_UNFINISHED_SENDS,
         )
         engine.resolve_again()
         self._check_budgets()
@@ -129,7 +129,7 @@ class MemoryWatch:
     def budgets(self) -> list[int] | None:
         """Bytes that the rank of each stage may hold."""
         device_bytes = None if self._on_cpu else self._device.total_memory()
-        return resolve.budgets_in_bytes(self._engine.ext_config, self._engine.num_stages, device_bytes)
+        return budgets_in_bytes(self._engine.ext_config, self._engine.num_stages, device_bytes)
 
     def _check_budgets(self) -> None:
         """A budget is kept under every policy, or nothing runs."""
@@ -137,7 +137,7 @@ class MemoryWatch:
         if over:
             raise BudgetError(
                 *(
-                    f"{resolve.BUDGET_KEY}: stage {row.stage} needs {amount(row.total)} under the policy "
+                    f"{BUDGET_KEY}: stage {row.stage} needs {amount(row.total)} under the policy "
                     f"{self._engine.resolution.policy}, the budget is {amount(row.budget or 0)}."
                     for row in over
                 ),

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
-from ext.adapters.deepspeed import resolve
 from ext.adapters.deepspeed.layers import eligible, names_of
 from ext.adapters.deepspeed.specs import count_parameters, profile_specs
 from ext.config import ExtConfig
 from ext.config.blocks import Partition
 from ext.config.check import Launch, microbatches_per_step
+from ext.config.decide import allowed_counts, budgets_in_bytes, make_schedule
 from ext.config.release import PER_STAGE
 from ext.config.source import read_ds_config
 from ext.config.states import precision, state_bytes
@@ -23,7 +23,6 @@ from ext.core.errors import ConfigError, ExtError
 from ext.pipeline.memory_table import amount
 from ext.pipeline.partition import Bounds, listed_bounds, recompute_aware, uniform_bounds
 from ext.pipeline.plan import PipelineShape
-from ext.runtime.channels import MAX_UNFINISHED_SENDS
 
 KEY = "ext.pipeline.partition"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -166,7 +165,7 @@ def _measured_bounds(
 def _search(module: PlacedPipelineModule, config: ExtConfig, ds_config: dict[str, Any], sample_batch: Any) -> Bounds:
     num_stages, replicas = module._topo.get_dim("pipe"), module._grid.data_parallel_size
     num_microbatches = microbatches_per_step(ds_config, Launch(module.world_size, num_stages))
-    schedule = resolve.make_schedule(config, PipelineShape(num_stages, num_microbatches or 1))
+    schedule = make_schedule(config, PipelineShape(num_stages, num_microbatches or 1))
     layers, loss = profile_specs(
         module._layer_specs,
         eligible(module._layer_specs, module.checkpointable_layers),
@@ -176,15 +175,14 @@ def _search(module: PlacedPipelineModule, config: ExtConfig, ds_config: dict[str
     )
     device: Any = get_accelerator()
     device_bytes = None if device.device_name() == "cpu" else device.total_memory()
-    budgets = resolve.budgets_in_bytes(config, num_stages, device_bytes) or [math.inf] * num_stages
+    budgets = budgets_in_bytes(config, num_stages, device_bytes) or [math.inf] * num_stages
     layout = recompute_aware(
         schedule,
         layers,
         loss,
         state_bytes(ds_config, replicas),
         budgets,
-        allowed=resolve.allowed_counts(config, schedule),
-        max_unfinished_sends=MAX_UNFINISHED_SENDS,
+        allowed=allowed_counts(config, schedule),
         show=amount,
     )
     return layout.bounds
