@@ -28,7 +28,7 @@ setup(
         "rich>=13",
     ],
     extras_require={
-        "megatron": ["megatron-core>=0.16.1"],
+        "megatron": ["megatron-core>=0.16.1", "regex"],
         "plot": ["matplotlib>=3.8"],
         "tokenizers": ["tokenizers>=0.20"],
         "monitor": ["tensorboard"],
