@@ -207,6 +207,7 @@ def _say_how_it_ended(engine: Any, trainer: Trainer, ending: Ending) -> None:
         simulated_bubble=None if figures is None else figures.simulated_bubble,
         memory_gib=ending.memory_gib,
         memory_kind="resident memory" if device.is_cpu() else "device memory",
+        live_bytes=[(row.measured, row.live) for row in ext.memory_report(engine)],
         checkpoint=trainer.history.checkpoint,
         resolved_config=ending.output / RESOLVED_CONFIG,
     ).show(Console())

@@ -105,6 +105,8 @@ class Summary:
         simulated_bubble: the same in the simulation.
         memory_gib: peak of each stage.
         memory_kind: what was measured.
+        live_bytes: of each stage, states and activations as measured in the first step and as predicted before it;
+            empty where nobody asked.
         checkpoint: the last one written.
         resolved_config: the file.
     """
@@ -121,6 +123,7 @@ class Summary:
     simulated_bubble: float | None
     memory_gib: tuple[float, ...]
     memory_kind: str
+    live_bytes: Sequence[tuple[int | None, int]]
     checkpoint: Path | None
     resolved_config: Path
 
@@ -140,6 +143,9 @@ class Summary:
         yield "step time, measured / simulated", _pair(self.step_time_s, self.simulated_step_time_s, "{:.3f} s")
         yield "bubble, measured / simulated", _pair(self.bubble, self.simulated_bubble, "{:.1%}")
         yield f"peak {self.memory_kind} per stage", ", ".join(f"{gib:.2f}" for gib in self.memory_gib) + " GiB"
+        if self.live_bytes:
+            pairs = [_pair(_mib(measured), _mib(predicted), "{:,.1f}") for measured, predicted in self.live_bytes]
+            yield "held per stage, measured / predicted", ", ".join(pairs) + " MiB"
         yield "plan", self.plan_hash or "-"
         yield "checkpoint", str(self.checkpoint or "-")
         yield "resolved config", str(self.resolved_config)
@@ -157,6 +163,10 @@ def duration(seconds: float) -> str:
         return f"{rest}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
 
 
 def _number(value: float | None, form: str) -> str:

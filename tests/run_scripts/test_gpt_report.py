@@ -66,13 +66,21 @@ def test_summary_shows_all_it_is_given_on_a_narrow_terminal():
         simulated_bubble=None,
         memory_gib=(1.0, 1.25),
         memory_kind="resident memory",
+        live_bytes=[(3 * 2**20, 2**21), (None, 2**21)],
         checkpoint=Path("/very/long" * 10),
         resolved_config=Path("run/resolved.json"),
     )
     out = io.StringIO()
     summary.show(Console(file=out, width=70))
     text = out.getvalue()
-    for part in ("300 steps under 1f1b", "5.5000 (step 1)", "0.500 s / 0.480 s", "20.0% / -", "1.00, 1.25 GiB"):
+    for part in (
+        "300 steps under 1f1b",
+        "5.5000 (step 1)",
+        "0.500 s / 0.480 s",
+        "20.0% / -",
+        "1.00, 1.25 GiB",
+        "3.0 / 2.0,",
+    ):
         assert part in text
     assert str(summary.checkpoint) in text.replace(" ", "").replace("\u2502\n\u2502\u2502", "")
 
