@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ext
-from ext.adapters.megatron.resolve import uses_profile
+from ext.adapters.megatron.resolve import schedule_type, uses_profile
 from ext.config import ExtConfig
 
 SUPPORTED = frozenset(
@@ -19,6 +19,8 @@ SUPPORTED = frozenset(
         "moe.topology.ranks_per_node",
     }
 )
+
+_NEEDS_MORE = ("auto", "plan_file")
 
 
 def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], str]) -> list[str]:
@@ -38,6 +40,11 @@ def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], 
         problems.append(
             f"{name('pipeline.partition')}: found '{config.pipeline.partition.type}', but Megatron places layers "
             "itself. Remove it, and use --pipeline-model-parallel-layout for uneven stages."
+        )
+    if schedule_type(config) in _NEEDS_MORE:
+        problems.append(
+            f"{name('pipeline.schedule')}: '{schedule_type(config)}' is not built for Megatron in this release "
+            f"({ext.__version__}). Name a schedule."
         )
     if uses_profile(config) and config.recompute is not None:
         problems.append(

@@ -63,6 +63,7 @@ def test_values_as_in_the_config_file(tmp_path):
         (["--ext-recompute-policy=none", "--ext-recompute-policy", "full"], ["policy: given more than once."]),
         (["--ext-recompute-policy", "stage_aware"], ["--ext-recompute-policy: 'stage_aware' needs measured layers"]),
         (["--ext-pipeline-partition", "2,2"], ["--ext-pipeline-partition: "]),
+        (["--ext-pipeline-schedule", "auto"], ["--ext-pipeline-schedule: 'auto' is not built"]),
         (["--ext-watchdog", "60"], ["--ext-watchdog: not built"]),
         (["--ext-moe-router-bias-rate", "0.1"], ["--ext-moe-router-bias-rate: not built for Megatron"]),
         (["--ext-moe-dispatcher", "auto"], ["--ext-moe-dispatcher: 'auto' is not built for Megatron"]),
