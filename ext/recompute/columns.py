@@ -3,8 +3,9 @@
 All layers of a stage are equal but for the windows that the last one lacks, so tables differ between layers only in
 how often a configuration is used. For a given reserve (the bytes that one layer may hold for its recompute at a
 time) the best mixture is a linear program over configurations, and the next useful configuration a small integer
-program (pricing). The reserve is searched by bisecting intervals: an interval's bound lets the configurations use its
-upper end and charges the memory with its lower end.
+program (pricing). The reserve is searched by splitting intervals: an interval's bound lets the configurations use its
+upper end and charges the memory with its lower end. Where the configurations of that bound need no more than the lower
+end, splitting cannot raise it.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import linprog, milp
+from scipy.optimize import linprog
 
 from ext.recompute.heu import solve_heu
-from ext.recompute.milp import NONE, Program, add_layer, picked, window_terms
+from ext.recompute.milp import NONE, Program, add_layer, picked, solve, window_terms
 from ext.recompute.problem import InfeasibleBudget, Option, StageProblem
 from ext.recompute.reduce import reduced_options
 from ext.recompute.table import UnitTable
 
 _SCALE = 1e6
 _TOLERANCE = 1e-6
+_ROW_TOLERANCE = 2e-6
 _PRICING_GAP = 1e-3
 _NUM_SEEDS = 25
-_FINEST = 1e-3
-"""Share of the memory below which an interval of the reserve is not halved again."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class Kind:
         for window in self.problem.windows:
             if not window.stage_wide and (terms := window_terms(self.options, variables, window.name, _SCALE)):
                 program.row(terms, -np.inf, window.capacity * _SCALE)
-        program.row(transient, -np.inf, 1.0)
+        # HiGHS takes a row as kept when it is off by 1e-6; what is beyond the reserve must not come back.
+        program.row(transient, -np.inf, 1 - _ROW_TOLERANCE)
         result = program.solve(time_limit, _PRICING_GAP)
         if result.x is None:
             return None, 0.0, result.status != 2
@@ -142,11 +143,11 @@ class ColumnSearch:
                 kind.columns[kind.column(kind.problem.choice(found.tables[0]))] = None
 
     def run(self) -> None:
-        """Bisects the reserve, the interval with the lowest bound first, until the gap is closed or time is up."""
+        """Splits the reserve, the interval with the lowest bound first, until the gap is closed or time is up."""
         self._seed()
         self._round()
         most = sum(max((o.transient for o in group), default=0) for group in self.kinds[0].options)
-        intervals = [(0.0, 0.0, float(min(most, self.room)))]
+        intervals = [(0.0, 0.0, min(most, self.room) * (1 + 2 * _ROW_TOLERANCE))]
         leaves: list[float] = []
         while intervals:
             bound, low, high = intervals[0]
@@ -154,39 +155,43 @@ class ColumnSearch:
             if self._closed(bound) or time.perf_counter() > self.deadline:
                 break
             heapq.heappop(intervals)
-            found = max(bound, self._relax(low, high))
+            relaxed, needed = self._relax(low, high)
+            found = max(bound, relaxed)
             if self._closed(found):
                 continue
             self._round()
-            if high - low <= _FINEST * self.room:
+            if needed <= low:
                 leaves.append(found)
             else:
-                middle = (low + high) / 2
-                heapq.heappush(intervals, (found, low, middle))
-                heapq.heappush(intervals, (found, middle, high))
+                heapq.heappush(intervals, (found, low, needed - 1))
+                heapq.heappush(intervals, (found, needed, high))
         else:
             self.bound = min([self.cost * (1 - self.gap), *leaves])
 
     def _closed(self, bound: float) -> bool:
         return bound >= self.cost * (1 - self.gap)
 
-    def _relax(self, low: float, high: float) -> float:
-        """Bound of the exposed time where the reserve lies between ``low`` and ``high``; infinite if nothing fits."""
-        bound = 0.0
+    def _relax(self, low: float, high: float) -> tuple[float, float]:
+        """Bound of the exposed time where the reserve lies between ``low`` and ``high``; infinite if nothing fits.
+
+        Returns:
+            The bound, and the reserve that its configurations need.
+        """
+        bound, needed = 0.0, high
         for kind in self.kinds:
             if not any(column.transient <= high for column in kind.columns):
                 for price in (1.0, 0.0):
                     column, _, possible = kind.price(price, [0.0] * len(self.pooled), high, self._left())
                     if column is None:
-                        return bound if possible else float("inf")
+                        return bound if possible else float("inf"), low
                     kind.columns[column] = None
         while time.perf_counter() < self.deadline:
-            value, byte_price, window_prices, kind_prices = self._master(low, high)
+            value, needed, byte_price, window_prices, kind_prices = self._master(low, high)
             lower, improved = value, False
             for kind, kind_price in zip(self.kinds, kind_prices, strict=True):
                 column, price, _ = kind.price(byte_price, window_prices, high, self._left())
                 if column is None:
-                    return bound
+                    return bound, needed
                 lower += kind.count * min(0.0, price - kind_price)
                 if price < kind_price - _TOLERANCE * abs(value) and column not in kind.columns:
                     kind.columns[column] = None
@@ -194,7 +199,7 @@ class ColumnSearch:
             bound = max(bound, lower)
             if not improved or self._closed(bound):
                 break
-        return bound
+        return bound, needed
 
     def _left(self) -> float:
         return max(0.01, self.deadline - time.perf_counter())
@@ -218,8 +223,12 @@ class ColumnSearch:
         layers = self.problem.num_layers
         return np.array([1 - reserve / self.room, *(layers * w.capacity * _SCALE for w in self.pooled)])
 
-    def _master(self, low: float, high: float) -> tuple[float, float, list[float], list[float]]:
-        """The linear program over the configurations: its value, and its prices per byte, window second and layer."""
+    def _master(self, low: float, high: float) -> tuple[float, float, float, list[float], list[float]]:
+        """The linear program over the configurations.
+
+        Returns:
+            Its value, the reserve that its configurations need, and its prices per byte, window second and layer.
+        """
         columns = self._usable(high)
         limits, counts = self._rows(columns)
         costs = np.array([c.cost * _SCALE for group in columns for c in group])
@@ -235,8 +244,11 @@ class ColumnSearch:
             method="highs",
         )
         prices = -result.ineqlin.marginals
+        flat = [c for group in columns for c in group]
+        used = [c.transient for c, number in zip(flat, result.x, strict=False) if number > _TOLERANCE]
         return (
             result.fun / _SCALE,
+            float(max(used, default=0)),
             prices[0] / _SCALE / self.room,
             list(prices[1:]),
             [price / _SCALE for price in result.eqlin.marginals],
@@ -255,7 +267,7 @@ class ColumnSearch:
             limits, counts = self._rows(columns)
             flat = [c for group in columns for c in group]
             numbers = [float(kind.count) for kind in self.kinds]
-            result = milp(
+            result = solve(
                 np.array([c.cost * _SCALE for c in flat]),
                 constraints=[
                     (limits, -np.inf, self._uppers(reserve)),
@@ -263,7 +275,8 @@ class ColumnSearch:
                 ],
                 integrality=np.ones(len(flat)),
                 bounds=(0, max(numbers)),
-                options={"time_limit": self._left(), "mip_rel_gap": 1e-4},
+                time_limit=self._left(),
+                relative_gap=1e-4,
             )
             if result.x is None:
                 continue

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy.optimize import OptimizeResult, milp
@@ -55,13 +59,38 @@ class Program:
         """Minimises the costs; ``relax`` drops integrality."""
         shape = (self.num_rows, self.num_variables)
         matrix = csr_array((self.values, self.columns, self.row_starts), shape=shape)
-        return milp(
+        return solve(
             np.array(self.costs),
             constraints=(matrix, np.array(self.lower), np.array(self.upper)),
             bounds=(0, np.array(self.upper_bounds)),
             integrality=np.zeros(len(self.costs)) if relax else np.array(self.integral),
-            options={"time_limit": max(time_limit, 1e-3), "mip_rel_gap": relative_gap},
+            time_limit=time_limit,
+            relative_gap=relative_gap,
         )
+
+
+def solve(costs: np.ndarray, *, time_limit: float, relative_gap: float, **problem: Any) -> OptimizeResult:
+    """scipy's ``milp`` within limits, with nothing on standard output."""
+    options = {"time_limit": max(time_limit, 1e-3), "mip_rel_gap": relative_gap}
+    with _native_output_to_stderr():
+        return milp(costs, options=options, **problem)
+
+
+@contextmanager
+def _native_output_to_stderr() -> Iterator[None]:
+    """HiGHS writes a debugging line past Python to file descriptor 1 now and then, where JSON may be expected."""
+    try:
+        sys.stdout.flush()
+        keep = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError, AttributeError):  # standard output or error is closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.dup2(keep, 1)
+        os.close(keep)
 
 
 def add_layer(
