@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -338,15 +339,47 @@ def test_an_exception_in_a_layer_is_named_on_every_rank():
 # -- what the host offers keeps working ----------------------------------------------------------------------
 
 
+def _clipped_oracle(specs: list[Any], num_steps: int) -> list[float]:
+    """Losses of one process that clips the norm of the whole model; the two copies of a tied layer are one."""
+    layers = [spec.build() for spec in specs]
+    if isinstance(specs[-1], TiedLayerSpec):
+        layers[-1] = functools.partial(tied_logits, layers[0])
+    parameters = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
+    losses = []
+    for step in range(num_steps):
+        losses.append(oracle_step(layers, token_loss, batches(4, 4 * step)).loss.item())
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+        torch.optim.SGD(parameters, lr=0.5).step()
+    return losses
+
+
+def _clipping(rank: int, world_size: int) -> list[tuple[list[float], list[float]]]:
+    deepspeed.init_distributed("gloo")
+    found = []
+    for specs, zero in itertools.product((gpt_layers(), tied_layers(4)), (0, 1)):
+        block = scheduled("shifted_critical_path")
+        more = {"gradient_clipping": 0.1, "zero_optimization": {"stage": zero}}
+        engine = make_engine(specs, world_size, 4, block, **more)
+        losses = [engine.train_batch(batches(4, 4 * step)).item() for step in range(4)]
+        found.append((losses, _clipped_oracle(specs, 4)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_clip_norm_is_that_of_the_whole_model(world_size):
+    for found in run_ranks(_clipping, world_size, timeout=90):
+        for losses, expected in found:
+            assert losses == pytest.approx(expected, abs=2e-6)
+
+
 def _host_features(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {}
     monitor = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/monitor", "job_name": "job"}}
-    common = {"wall_clock_breakdown": True, "steps_per_print": 1, "gradient_clipping": 0.1, **monitor}
+    common = {"wall_clock_breakdown": True, "steps_per_print": 1, **monitor}
     engine = make_engine(gpt_layers(), world_size, 4, scheduled("shifted_critical_path"), **common)
     # Stock 0.19.8 cannot run with its timers on: its backward timers are started twice.
-    plain = {"gradient_clipping": 0.1}
-    stock = make_engine(gpt_layers(), world_size, 4, None, **plain)
+    stock = make_engine(gpt_layers(), world_size, 4, None)
     assert not ext.describe(stock)["active"]
     found["losses"] = [[e.train_batch(batches(4, 4 * s)).item() for s in range(3)] for e in (engine, stock)]
 
@@ -354,8 +387,8 @@ def _host_features(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     engine.save_checkpoint(f"{folder}/ours", tag="a")
     stock.save_checkpoint(f"{folder}/stock", tag="a")
     crossed = [
-        make_engine(gpt_layers(), world_size, 4, None, **plain),
-        make_engine(gpt_layers(), world_size, 4, scheduled("early_recompute"), **plain),
+        make_engine(gpt_layers(), world_size, 4, None),
+        make_engine(gpt_layers(), world_size, 4, scheduled("early_recompute")),
     ]
     crossed[0].load_checkpoint(f"{folder}/ours", tag="a")
     crossed[1].load_checkpoint(f"{folder}/stock", tag="a")
@@ -363,7 +396,7 @@ def _host_features(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_clipping_monitor_timers_and_checkpoints(tmp_path):
+def test_monitor_timers_and_checkpoints(tmp_path):
     for found in run_ranks(_host_features, 2, str(tmp_path), timeout=120):
         ours, stock = found["losses"]
         assert ours == pytest.approx(stock, abs=1e-6)

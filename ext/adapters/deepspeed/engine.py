@@ -61,6 +61,7 @@ class PlanPipelineEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         # Activations travel whole: the host's partitioned form has one gradient slot for all micro-batches.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
+        self._count_all_stages_in_clip_norm()
         config = ExtConfig.from_ds_config(kwargs["config_class"]._param_dict)
         assert config is not None, "the engine is chosen only where the config has an active 'ext' block"
         self.ext_config = config
@@ -90,6 +91,12 @@ class PlanPipelineEngine(PipelineEngine):
         if self._tracer is not None:
             self._tracer.after_step(self, step)
         return loss
+
+    def _count_all_stages_in_clip_norm(self) -> None:
+        # In fp32 without ZeRO the host counts the parameters of the first stage, and of others those marked as split.
+        if self.grid.get_slice_parallel_rank() == 0:
+            for parameter in self.module.parameters():
+                parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self.watchdog.step("evaluation"):

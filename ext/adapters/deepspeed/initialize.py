@@ -27,6 +27,7 @@ from ext.core.errors import ConfigError
 from ext.core.launch_env import check_launch_environment
 from ext.core.versions import deepspeed_refusal
 from ext.pipeline.memory_table import StageMemory
+from ext.runtime.guard import FailureGuard
 
 # The patch deepspeed_initialize may put our own function in its place later.
 _host_initialize = deepspeed.initialize
@@ -55,10 +56,24 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if sample_batch is not None and isinstance(engine, PlanPipelineEngine):
         engine.memory.decide_from(sample_batch)
     resolution = getattr(engine, "resolution", None)
+    if resolution is not None or config.moe is not None:
+        _write_together(engine, config, resolution)
     if engine.global_rank == 0 and (resolution is not None or config.moe is not None):
-        resolve.write_resolved(config, resolution)
         print(resolve.summary(config, resolution), file=sys.stderr, flush=True)  # noqa: T201 - the promised line
     return result
+
+
+def _write_together(engine: Any, config: ExtConfig, resolution: Any) -> None:
+    """Rank 0 writes the resolved config; where it cannot, that is the same error on every rank."""
+    error: ConfigError | None = None
+    if engine.global_rank == 0:
+        try:
+            resolve.write_resolved(config, resolution)
+        except ConfigError as refused:
+            error = refused
+    guard = getattr(engine, "guard", None) or FailureGuard()
+    guard.start_step()
+    guard.agree(error)
 
 
 def memory_report(engine: Any) -> list[StageMemory]:
