@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ext.commands.simulate_auto import run_search, search_json
 from ext.commands.simulate_config import ConfigRequest, memory_json, run_config
 from ext.commands.simulate_request import Request, check_request, make
 from ext.core.errors import ConfigError
@@ -20,9 +21,11 @@ from ext.pipeline.layout import LayerCosts, stage_costs
 from ext.pipeline.memory_table import StageMemory
 from ext.pipeline.memory_table import table as memory_table
 from ext.pipeline.schedule import Schedule
+from ext.pipeline.schedules.auto import Auto
 from ext.pipeline.simulate import Simulation
 from ext.pipeline.simulate import simulate as simulate_plan
 from ext.pipeline.stage_model import equal_layers
+from ext.planner.search.search import Chosen
 from ext.recompute.stage_aware import BudgetError, StageAware
 
 GRID_COLUMNS = 66
@@ -56,6 +59,7 @@ def simulate(
         str | None, typer.Option(help="Layers of each stage, as in 2,2,3,1.", metavar="LIST", show_default="uniform")
     ] = None,
     search_seconds: Annotated[float, typer.Option(help="Time of a search, for schedules that search.")] = 5.0,
+    tolerance: Annotated[float, typer.Option(help="auto keeps plain 1f1b within this share of the best.")] = 0.0,
     config: Annotated[
         Path | None,
         typer.Option(help="A ds_config instead of the options above: seconds, and memory per stage.", metavar="FILE"),
@@ -98,12 +102,16 @@ def simulate(
         num_layers=num_layers,
         layers_per_stage=layers_per_stage,
         search_seconds=search_seconds,
+        tolerance=tolerance,
     )
-    result = run(request)
+    result, chosen = run_with_search(request, show_progress=not as_json)
     if as_json:
-        typer.echo(json.dumps(to_json(result)))
+        searched = {} if chosen is None else {"search": search_json(chosen)}
+        typer.echo(json.dumps({**to_json(result), **searched}))
     else:
         show(result, show_grid)
+        if chosen is not None:
+            typer.echo(f"auto: {chosen.reason}; {chosen.num_evaluations} candidates, ended by {chosen.stopped_by}")
 
 
 def _simulate_config(request: ConfigRequest, show_grid: bool | None, *, as_json: bool) -> None:
@@ -122,8 +130,16 @@ def run(request: Request) -> Simulation:
         ScheduleError: a schedule of the user's own does not make a valid plan.
         InfeasibleError: the budget cannot be kept.
     """
+    return run_with_search(request)[0]
+
+
+def run_with_search(request: Request, *, show_progress: bool = False) -> tuple[Simulation, Chosen | None]:
+    """As `run`, with what the search found where the schedule is one that searches."""
     schedule, layers = check_request(request)
     layer = _layer_costs(request, sum(layers))
+    if isinstance(schedule, Auto):
+        chosen, space = run_search(request, schedule, layer, layers, show_progress=show_progress)
+        return simulate_plan(chosen.plan, space.costs(chosen.layout)), chosen
     if request.is_stage_aware:
         schedule, recomputed = within_budget(request, schedule, layer, layers)
         costs = Costs(stage_costs(layer, layers, recomputed), latency=request.p2p)
@@ -133,7 +149,7 @@ def run(request: Request) -> Simulation:
         schedule = make(request.schedule, request.shape, costs)
     result = simulate_plan(build_plan(schedule, layers_per_stage=layers, recomputed_layers=recomputed), costs)
     _check_budget(result, request.activation_budget)
-    return result
+    return result, None
 
 
 def recomputed_layers(request: Request, schedule: Schedule, layers: Sequence[int]) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ class Request:
     num_layers: int | None
     layers_per_stage: str | None
     search_seconds: float
+    tolerance: float = 0.0
 
     @property
     def is_stage_aware(self) -> bool:
@@ -109,6 +110,8 @@ def _wrong_numbers(request: Request) -> Iterator[str]:
         value = getattr(request, name)
         if value is not None and not 0 <= value <= LARGEST:
             yield f"{_option(name)}: found {value}; give a number from 0 to {LARGEST:g}."
+    if not 0 <= request.tolerance < 1:
+        yield f"--tolerance: found {request.tolerance}; give a share from 0 up to, not including, 1."
     if not 0 <= request.stash <= 1:
         yield f"--stash: found {request.stash}; give the share that stays, from 0 to 1."
     cells = request.stages * request.micro_batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ext.core.errors import ConfigError, ScheduleError
+from ext.pipeline.actions import Action
 from ext.pipeline.passes import DEFAULT_LOOKAHEAD, add_communication, place_recomputes
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
@@ -30,32 +31,66 @@ def build_plan(
         ConfigError: layers that do not fit the schedule's stages.
         ScheduleError: the schedule's orders do not make a valid plan.
     """
-    rank_of, num_ranks = schedule.rank_of, schedule.shape.num_ranks
     _check_layers(schedule, layers_per_stage, recomputed_layers)
-    given = [schedule.order(rank) for rank in range(num_ranks)]
-    for rank, order in enumerate(given):
+    recomputing = frozenset(stage for stage, count in enumerate(recomputed_layers) if count)
+    ranks = range(schedule.shape.num_ranks)
+    return plan_of_orders(
+        schedule.config.type,
+        [place_recomputes(schedule.order(rank), schedule.early_recomputes(rank), recomputing) for rank in ranks],
+        rank_of=schedule.rank_of,
+        num_microbatches=schedule.shape.num_microbatches,
+        layers_per_stage=layers_per_stage,
+        recomputed_layers=recomputed_layers,
+        max_in_flight=[schedule.max_in_flight(rank) for rank in ranks],
+        lookahead=lookahead,
+    )
+
+
+def plan_of_orders(
+    name: str,
+    orders: Sequence[Sequence[Action]],
+    *,
+    rank_of: Sequence[int],
+    num_microbatches: int,
+    layers_per_stage: Sequence[int],
+    recomputed_layers: Sequence[int],
+    max_in_flight: Sequence[int] | None = None,
+    lookahead: int = DEFAULT_LOOKAHEAD,
+) -> Plan:
+    """Add communication to finished compute orders and prove the result.
+
+    Args:
+        name: of the schedule.
+        orders: compute actions of every rank, R included, by rank.
+        rank_of: rank of each stage, by stage.
+        num_microbatches: per step.
+        layers_per_stage: layers of each stage, by stage.
+        recomputed_layers: how many of these are recomputed, by stage.
+        max_in_flight: bound of each rank on micro-batches in flight, where there is one.
+        lookahead: how many compute actions ahead of its use a receive is posted.
+
+    Raises:
+        ScheduleError: the orders do not make a valid plan.
+    """
+
+    for rank, order in enumerate(orders):
         extra = [str(action) for action in order if not action.kind.is_compute]
         if extra:
-            name = schedule.config.type
             raise ScheduleError(
                 f"schedule '{name}' communicates on rank {rank}: {' '.join(extra)}. Leave that to the passes."
             )
-    recomputing = frozenset(stage for stage, count in enumerate(recomputed_layers) if count)
-    orders = tuple(
-        tuple(place_recomputes(order, schedule.early_recomputes(rank), recomputing)) for rank, order in enumerate(given)
-    )
 
     def plan_of(orders: tuple) -> Plan:
         return Plan(
-            schedule=schedule.config.type,
-            num_microbatches=schedule.shape.num_microbatches,
-            rank_of=rank_of,
+            schedule=name,
+            num_microbatches=num_microbatches,
+            rank_of=tuple(rank_of),
             orders=orders,
             layers_per_stage=tuple(layers_per_stage),
             recomputed_layers=tuple(recomputed_layers),
         )
 
-    check_compute(plan_of(orders), [schedule.max_in_flight(rank) for rank in range(num_ranks)])
+    check_compute(plan_of(tuple(map(tuple, orders))), max_in_flight)
     plan = plan_of(add_communication(orders, rank_of, lookahead=lookahead))
     check_communication(plan)
     check_progress(plan)

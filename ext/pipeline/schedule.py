@@ -33,6 +33,8 @@ class Schedule(ABC):
     recomputes_by_default: ClassVar[bool] = False
     """Whether every layer is recomputed where the user's config has no recompute block."""
     min_microbatches: ClassVar[int] = 1
+    has_rule: ClassVar[bool] = True
+    """False where a search or a file gives the orders, and not the number of ranks and micro-batches."""
 
     def __init__(
         self, config: ScheduleConfig | None = None, *, shape: PipelineShape, costs: Costs | None = None

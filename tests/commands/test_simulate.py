@@ -134,7 +134,6 @@ def test_unknown_and_unbuilt_names(capsys):
 @pytest.mark.parametrize(
     "options",
     [
-        "--schedule auto",
         "--schedule plan_file",
     ],
 )

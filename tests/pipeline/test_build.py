@@ -13,7 +13,7 @@ from ext.pipeline.plan import PipelineShape, parse_orders
 from ext.pipeline.schedule import SCHEDULES, Schedule, ScheduleConfig
 from ext.pipeline.validate import validate
 
-NAMES = tuple(SCHEDULES)
+NAMES = tuple(name for name in SCHEDULES if SCHEDULES.get(name).has_rule)
 
 
 def make(name: str, p: int, m: int) -> Schedule:

@@ -93,7 +93,7 @@ def test_worked_example():
     assert lines(grid(run("shifted_critical_path", 4, 8))) == lines(WORKED_EXAMPLE)
 
 
-@pytest.mark.parametrize("name", tuple(SCHEDULES))
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if SCHEDULES.get(name).has_rule])
 def test_every_schedule_with_everything_recomputed_that_may_be(name):
     assert lines(grid(run(name, 3, 5))) == lines(RECOMPUTED[name])
 

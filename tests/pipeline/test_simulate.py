@@ -18,7 +18,7 @@ from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.schedule import SCHEDULES
 from ext.pipeline.simulate import Simulation, simulate
 
-NAMES = tuple(SCHEDULES)
+NAMES = tuple(name for name in SCHEDULES if SCHEDULES.get(name).has_rule)
 LAYERS = 8
 
 

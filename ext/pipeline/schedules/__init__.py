@@ -1,6 +1,7 @@
 """The schedules of this package, one file each; importing this module registers all of them."""
 
 from ext.pipeline.schedules import (  # noqa: F401 - imported to register
+    auto,
     early_recompute,
     gpipe,
     last_no_recompute,

@@ -1,0 +1,1 @@
+"""Choosing schedules and layouts: searches and reports."""

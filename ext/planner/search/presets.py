@@ -1,0 +1,84 @@
+"""The named schedules under a memory budget: what a search has to beat, and where it may start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ext.core.errors import ConfigError
+from ext.pipeline.fit import ROUNDING, fewest_recomputed, stage_loads, step_time
+from ext.pipeline.memory import peak
+from ext.pipeline.plan import PipelineShape
+from ext.pipeline.schedule import SCHEDULES, Schedule
+from ext.planner.search.space import Layout, Space
+
+PLAIN = "1f1b"
+
+
+class Preset(NamedTuple):
+    """A named schedule on the layout that a search starts from.
+
+    Attributes:
+        schedule: with its options, the variant that is fastest.
+        layout: with as few recomputed layers as the budgets allow.
+        step_time: simulated.
+    """
+
+    schedule: Schedule
+    layout: Layout
+    step_time: float
+
+
+def fitting_presets(space: Space) -> dict[str, Preset]:
+    """Every named schedule that can keep the budgets on the space's own layout, by name, the fastest first."""
+    shape = PipelineShape(space.num_ranks, space.num_microbatches)
+    found = []
+    for name in SCHEDULES:
+        cls = SCHEDULES.get(name)
+        if not cls.has_rule:
+            continue
+        try:
+            schedule = cls(shape=shape)
+        except ConfigError:
+            continue  # not with so few micro-batches
+        timed = [preset for variant in _variants(schedule, space) for preset in _fit(variant, space)]
+        if timed:
+            found.append((name, min(timed, key=lambda preset: preset.step_time)))
+    return dict(sorted(found, key=lambda entry: entry[1].step_time))
+
+
+def _variants(schedule: Schedule, space: Space) -> Iterator[Schedule]:
+    """The variants of a schedule, and the one that it chooses by itself where it knows the costs."""
+    yield from schedule.variants()
+    for preset in _fit(schedule, space):
+        yield type(schedule)(schedule.config, shape=schedule.shape, costs=space.costs(preset.layout))
+
+
+def _fit(schedule: Schedule, space: Space) -> Iterator[Preset]:
+    """The schedule with the fewest recomputed layers that keep the budgets, where there are any."""
+    counts = _recomputed(schedule, space)
+    if counts is not None:
+        layout = Layout(space.layers_per_stage, counts)
+        costs = space.costs(layout)
+        yield Preset(schedule, layout, step_time(schedule, counts, costs))
+
+
+def _recomputed(schedule: Schedule, space: Space) -> tuple[int, ...] | None:
+    fixed = space.fixed_recompute(space.layers_per_stage)
+    counts = []
+    for rank, budget in enumerate(space.budgets):
+        model = space.model(rank, space.layers_per_stage)
+        loads = stage_loads(schedule, rank)
+        if fixed is not None:
+            count = fixed[rank]
+        elif schedule.may_recompute(rank):
+            count = fewest_recomputed(loads, model, budget).num_recomputed
+        else:
+            count = 0
+        if count is None or (count and not schedule.may_recompute(rank)):
+            return None
+        size = peak(loads.recomputing if count else loads.keeping, model.costs[count]) + model.fixed
+        if size > budget * ROUNDING:
+            return None
+        counts.append(count)
+    return tuple(counts)
