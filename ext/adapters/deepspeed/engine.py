@@ -264,11 +264,12 @@ class PlanPipelineEngine(PipelineEngine):
     @contextlib.contextmanager
     def _layers_as_planned(self, stage: int, microbatch: int) -> Iterator[None]:
         """While this lasts, the module's forward drops and defers what the plan recomputes and splits later."""
-        if not torch.is_grad_enabled():
+        dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
+        is_split = (stage, microbatch) in self.plan.split_backwards
+        if not torch.is_grad_enabled() or not (dropped or is_split):
             yield
             return
         layers = self._splittable(self.module.forward_funcs, stage, microbatch)
-        dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
         if dropped:
             regions = MicrobatchRegions(self._trackers, self.memory.reruns)
             self.pipe_buffers["regions"][microbatch] = regions
