@@ -76,11 +76,12 @@ class MemoryWatch:
         engine = self._engine
         if self._is_due:
             given = engine.data_iterator if data_iter is None else data_iter
-            replayed = None if given is None else self.profile_with(given)
-            if data_iter is None:
-                engine.data_iterator = replayed
-            else:
+            # Stages between the first and the last may have no data of their own, and measure all the same.
+            replayed = self.profile_with(iter(()) if given is None else given)
+            if data_iter is not None:
                 data_iter = replayed
+            elif given is not None:
+                engine.data_iterator = replayed
         if self.profile is not None and not self._was_counted:
             self._was_counted = True
             self._counter = LiveBytes([*engine.module.parameters(), *engine.module.buffers()], self._buffers)
