@@ -19,7 +19,7 @@ from ext.recompute.reduce import reduced_options
 from ext.recompute.scan import can_scan, scan
 from ext.recompute.table import UnitTable
 
-DEFAULT_TIME_LIMIT = 0.2
+DEFAULT_TIME_LIMIT = 1.0
 RELATIVE_GAP = 0.0
 _SCALE = 1e6
 _MARGIN = 1 - 2e-6

@@ -31,7 +31,7 @@ class LynxHeu(UnitPolicy):
 
     class Config(PolicyConfig):
         type: Literal["lynx_heu"] = "lynx_heu"
-        time_limit_s: float = Field(default=0.2, gt=0, description="seconds until a greedy table stands in")
+        time_limit_s: float = Field(default=1.0, gt=0, description="seconds until a greedy table stands in")
 
     def solve(self, problem: StageProblem) -> Solution:
         # Reading a configuration must not import scipy.

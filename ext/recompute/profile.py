@@ -46,9 +46,7 @@ def profile_layer(layer: Any, inputs: Any, repeats: int = DEFAULT_REPEATS) -> La
         found = _sizes(units, fresh, constants)
         times = [_times(units, fresh, device) for _ in range(repeats + 1)][1:]
         backward = [_backward_time(units, fresh, constants, device) for _ in range(repeats + 1)][1:]
-    costs = tuple(
-        replace(cost, time=min(run[i] for run in times)) for i, cost in enumerate(found.costs(units))
-    )
+    costs = tuple(replace(cost, time=min(run[i] for run in times)) for i, cost in enumerate(found.costs(units)))
     seconds = sum(cost.time for cost in costs)
     return LayerCosts(costs, found.input_bytes, seconds, min(backward))
 

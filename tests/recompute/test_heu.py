@@ -228,3 +228,13 @@ def test_what_on_demand_means_without_windows_and_memory():
     solution = solve_heu(StageProblem(layer, 2, 3, budget=34))
     assert solution.tables == (UnitTable.of({"a": ON_DEMAND, "b": "keep"}),) * 2
     assert (solution.exposed, solution.bytes) == (2.0, 34)
+
+
+def test_an_input_worth_keeping_that_the_backward_does_not_need():
+    # Four micro-batches: keeping a and recomputing b takes 8 + 3 bytes, keeping b 12, recomputing both 5.
+    units = (UnitCosts("a", (), 2, 5.0, needed=False), UnitCosts("b", ("a",), 3, 1.0))
+    problem = StageProblem(LayerCosts(units, 0), num_layers=1, in_flight=4, budget=11)
+    solution = solve_heu(problem)
+    assert solution.exposed == 1.0
+    assert solution.tables[0].to_json() == {"a": "keep", "b": ON_DEMAND}
+    assert solve_heu(replace(problem, budget=12)).tables[0].to_json() == {"a": "unused", "b": "keep"}

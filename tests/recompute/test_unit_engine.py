@@ -472,6 +472,16 @@ def test_later_changes_in_place_are_found():
             y.sum().backward()
 
 
+def test_a_changed_input_of_a_recompute_is_found():
+    layer = Piecewise(Unit("a", lambda x: 2 * x, ("x",)), Unit("b", torch.sin, ("a",)), Unit("c", torch.neg, ("b",)))
+    inner = torch.randn(4, requires_grad=True) * 1
+    y = MicrobatchUnits().call(layer, inner, drop(["a", "b"]))
+    with torch.no_grad():
+        inner.add_(1)
+    with pytest.raises(RecomputeError, match="'x' was changed in place"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("late", [lambda x: x.sin() * x.cos(), lambda x: x.sin().double(), lambda x: x.sin()[:2]])
 def test_a_unit_that_runs_differently_the_second_time_is_refused(late):
     runs = []
