@@ -21,7 +21,7 @@ from ext.pipeline.trace import (
     with_idle,
 )
 
-NAMES = tuple(SCHEDULES)
+NAMES = tuple(name for name in SCHEDULES if SCHEDULES.get(name).has_rule)
 
 
 def run(name: str, p: int = 4, m: int = 8, latency: float = 0.0) -> Simulation:
