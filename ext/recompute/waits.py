@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ext.pipeline.actions import B, I
+from ext.pipeline.actions import B, F, I
 from ext.pipeline.simulate import Simulation
 from ext.recompute.windows import Window, wait_window
 
@@ -26,7 +26,8 @@ def stage_waits(simulation: Simulation, stage: int, num_layers: int, slowdown: f
     """The waits before the backwards of a stage, as the simulator sees them without recomputation.
 
     One table serves all micro-batches of a stage, so the window has one length: that for which length times number of
-    micro-batches that wait at least as long is largest.
+    micro-batches that wait at least as long is largest. It is no longer than the stage's forward, of which a recompute
+    is a part.
 
     Args:
         simulation: of the schedule's plan with costs that hold no recomputation.
@@ -36,10 +37,13 @@ def stage_waits(simulation: Simulation, stage: int, num_layers: int, slowdown: f
     """
     plan = simulation.plan
     timeline = simulation.timeline[plan.rank_of[stage]]
+    forward = max(
+        timed.end - timed.start for timed in timeline if timed.action.kind is F and timed.action.stage == stage
+    )
     waits: dict[int, float] = {}
     for before, timed in zip(timeline, timeline[1:], strict=False):
         if timed.action.stage == stage and timed.action.kind in (B, I):
-            waits[timed.action.microbatch] = timed.start - before.end
+            waits[timed.action.microbatch] = min(forward, timed.start - before.end)
     best = max(waits.values(), key=lambda length: length * _as_long(waits, length), default=0.0)
     # What rounding leaves between two actions is no wait.
     if best <= 1e-9 * simulation.step_time or num_layers == 0:

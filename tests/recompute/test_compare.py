@@ -29,6 +29,15 @@ def test_policies_are_ordered_as_their_freedom_is(link):
             assert solution.bytes <= job(link=link).problem(stage).budget
 
 
+def test_memory_and_windows_differ_by_stage():
+    problems = [job().problem(stage) for stage in range(4)]
+    assert [problem.in_flight for problem in problems] == [4, 3, 2, 1]
+    assert problems[0].budget < problems[1].budget == problems[2].budget  # the embedding
+    assert problems[3].budget < problems[0].budget  # the head and its logits
+    assert ["P" in problem.window for problem in problems] == [True, True, True, False]
+    assert {"F1", "F2", "B1", "B2"} <= set(problems[3].window)
+
+
 def test_on_a_slow_link_nothing_stays_exposed():
     outcome = compare(job(link=PCIE), ["heu"])["heu"]
     assert max(outcome.exposed) < 0.02 * 10 * job(link=PCIE).problem(0).layer.forward

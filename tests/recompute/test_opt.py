@@ -146,8 +146,20 @@ def test_the_bound_is_tight_and_does_not_depend_on_the_start(monkeypatch):
         assert evaluate(problem, search.best)[0] == pytest.approx(search.cost)
         assert search.bound <= search.cost
         found.append((search.cost, search.bound))
+    assert found[0][0] <= solve_heu(problem).exposed * (1 + 1e-9)
     (cost, bound), (other_cost, other_bound) = found
     # Where every mixture of whole layers is worse than one of parts of layers, a gap remains.
     assert bound >= 0.97 * cost
     assert other_cost == pytest.approx(cost, rel=0.02)
     assert max(bound, other_bound) <= min(cost, other_cost) * (1 + 1e-6)
+
+
+def test_layers_share_the_capacity_of_a_stage_wide_window():
+    # One layer's recompute takes three layers' share of the window; memory has room for one such layer.
+    layer = LayerCosts((UnitCosts("a", (), 4, 3.0),), 0)
+    problem = StageProblem(layer, num_layers=3, in_flight=3, budget=8, windows=forward_windows(1.0, 0.0))
+    search = columns.ColumnSearch(problem, time.perf_counter() + 20.0, 0.005)
+    search.run()
+    assert search.cost == pytest.approx(6.0)
+    assert search.best is not None
+    assert sorted(table["a"] for table in search.best) == ["C", "C", "F1"]

@@ -153,6 +153,28 @@ def test_the_byte_reserve_puts_off_what_exceeds_it():
     assert surroundings.reserve.peak >= surroundings.reserve.limit * 0.8
 
 
+def test_the_reserve_goes_to_the_layers_that_the_backward_meets_first():
+    runs = []
+
+    def layer(name):
+        def fn(x):
+            runs.append(name)
+            return x.sin()
+
+        return Piecewise(Unit("a", fn, ("x",)), Unit("b", torch.cos, ("a",)))
+
+    layers = [layer(name) for name in ("first", "second", "third")]
+    microbatch = MicrobatchUnits(Surroundings(reserve=ByteReserve(2 * 8 * 4)))
+    x = torch.randn(8, requires_grad=True)
+    for each in layers:
+        x = microbatch.call(each, x, drop(["a"], "P"))
+    del runs[:]
+    microbatch.recompute()
+    assert runs == ["third", "second"]
+    x.sum().backward()
+    assert runs == ["third", "second", "first"]
+
+
 def test_dropped_bytes_are_freed_and_counted():
     layer, names = block(), ["probs", "dropped", "gelu"]
     x = torch.randn(2, SEQ, HIDDEN, requires_grad=True)
