@@ -73,18 +73,17 @@ BLOCKS = (
 def _predicted_and_measured(rank: int, world_size: int) -> list[tuple[str, Any, Any]]:
     deepspeed.init_distributed("gloo")
     results = []
-    for name, (model, shape, keys) in MODELS.items():
-        for block in BLOCKS:
+    for index, (name, (model, shape, keys)) in enumerate(MODELS.items()):
+        for block in (BLOCKS[index % len(BLOCKS)], BLOCKS[(index + 2) % len(BLOCKS)]):
             engine = _engine(transformer(**model), _config(block, **keys), 2)
-            losses = [engine.train_batch(_data(step, **shape)).item() for step in range(2)]
-            assert all(torch.isfinite(torch.tensor(losses)))
+            assert torch.isfinite(engine.train_batch(_data(0, **shape)))
             results.append((name, block, ext.memory_report(engine)))
     return results
 
 
 def test_predicted_is_measured_on_real_models():
     results = run_ranks(_predicted_and_measured, 2, env={"EXT_MEMORY_REPORT": "1"}, timeout=150)
-    assert len(results[0]) == len(MODELS) * len(BLOCKS)
+    assert len(results[0]) == 2 * len(MODELS)
     for name, block, rows in results[0]:
         assert [row.stage for row in rows] == [0, 1]
         for row in rows:
@@ -232,6 +231,51 @@ def test_deciding_consumes_no_data_and_changes_no_number():
             assert all(torch.equal(a, b) for a, b in zip(got[3], none[3], strict=True))
             assert got[4] == 0
             assert torch.equal(got[5], none[5])
+
+
+def _unusual_ways(rank: int, world_size: int) -> dict[str, Any]:
+    deepspeed.init_distributed("gloo")
+    results: dict[str, Any] = {}
+    aware = {"recompute": {"policy": "stage_aware", "memory_budget_gib": 1200 * KIB_IN_GIB}}
+    engine = _engine(transformer(8), _config(aware), 2)
+    engine.train_batch(_data(engine.grid.data_parallel_id))
+    results["replicas"] = engine.plan.recomputed_layers, ext.memory_report(engine)
+
+    engine = _engine(transformer(8), _config(aware), 4)
+    engine.eval_batch(_data(7), num_micro_batches=4)
+    waiting = engine.plan.recomputed_layers
+    has_data = engine.is_first_stage() or engine.is_last_stage()
+    engine.train_batch(_data(0) if has_data else None)
+    first = engine.plan.recomputed_layers
+    engine.set_train_batch_size(2 * 2)
+    engine.train_batch(_data(1) if has_data else None)
+    results["fewer_microbatches"] = waiting, first, engine.plan.recomputed_layers, ext.memory_report(engine)
+
+    module = PipelineModule(transformer(6), num_stages=4, loss_fn=cross_entropy, partition_method="uniform")
+    if engine.stage_id == 1:
+        module.requires_grad_(False)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    engine = ext.initialize(model=module, model_parameters=trained, config=_config(aware))[0]
+    engine.train_batch(_data(0))
+    results["frozen"] = None, ext.memory_report(engine)
+    return results
+
+
+def test_replicas_evaluation_first_no_data_in_the_middle_and_frozen_stages():
+    by_rank = run_ranks(_unusual_ways, 4, timeout=120)
+    results = by_rank[0]
+    assert results["replicas"][0][0] > 0
+    waiting, first, fewer, rows = results["fewer_microbatches"]
+    assert waiting == (3, 3, 2, 2)
+    assert first[0] > 0
+    assert sum(fewer) < sum(first)
+    assert [row.in_flight for row in rows] == [2, 2, 2, 1]
+    for name in ("replicas", "frozen"):
+        for row in results[name][1]:
+            assert abs(row.measured - row.live) <= 0.01 * row.activations + 512, (name, row)
+    assert results["frozen"][1][1].states.gradients == 0
+    for other in by_rank[1:]:
+        assert other["fewer_microbatches"] == results["fewer_microbatches"]
 
 
 def test_a_short_iterator_is_a_data_error():
