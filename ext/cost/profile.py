@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LOSS = "loss"
+"""Name of the loss where it is profiled as one more layer behind the model's own."""
+
 
 @dataclass(frozen=True)
 class LayerProfile:

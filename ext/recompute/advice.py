@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ext.core.errors import InfeasibleError
+from ext.cost.profile import LOSS
 from ext.pipeline.memory_table import amount
 from ext.pipeline.partition import recompute_aware
 from ext.pipeline.schedule import SCHEDULES, Schedule
@@ -56,13 +57,14 @@ def _recomputing(schedule: Schedule, models: Sequence[StageModel], budgets: Sequ
 
 
 def _moving(schedule: Schedule, profile: PipelineProfile, budgets: Sequence[float]) -> Iterator[str]:
-    """Layers moved between stages; those behind the last recomputable one stay together."""
+    """Layers moved between stages."""
     layers = [layer for stage in profile.stages for layer in stage.layers]
+    loss = layers.pop() if layers[-1].name == LOSS else None
     try:
         layout = recompute_aware(
             schedule,
-            layers[:-1],
-            layers[-1],
+            layers,
+            loss,
             profile.state_bytes,
             budgets,
             max_unfinished_sends=profile.max_unfinished_sends,

@@ -16,7 +16,7 @@ from torch import nn
 
 from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
-from ext.cost.profile import LayerProfile
+from ext.cost.profile import LOSS, LayerProfile
 from ext.runtime.channels import as_tuple
 from ext.runtime.profile import ProfiledLayer
 
@@ -94,7 +94,7 @@ def _profiled_layers(engine: Any) -> list[ProfiledLayer]:
 def _profiled_loss(engine: Any) -> ProfiledLayer:
     """The loss as one more layer; the labels that it keeps for its backward count with it."""
     loss = partial(_loss_of, engine.module.loss_fn, lambda: engine.pipe_buffers["labels"][0])
-    return ProfiledLayer(loss, "loss", recomputable=False, synchronize=_device().synchronize)
+    return ProfiledLayer(loss, LOSS, recomputable=False, synchronize=_device().synchronize)
 
 
 def _loss_of(loss_fn: Any, labels: Callable[[], Any], outputs: Any) -> Any:

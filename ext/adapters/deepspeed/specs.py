@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ext.adapters.deepspeed.moe import isolate
-from ext.cost.profile import LayerProfile
+from ext.cost.profile import LOSS, LayerProfile
 from ext.runtime.profile import ProfiledLayer
 
 
@@ -82,7 +82,7 @@ def profile_specs(
         if loss_fn is None:
             return profiles, None
         loss = ProfiledLayer(
-            lambda outputs: loss_fn(outputs, labels), "loss", recomputable=False, synchronize=device.synchronize
+            lambda outputs: loss_fn(outputs, labels), LOSS, recomputable=False, synchronize=device.synchronize
         )
         loss(inputs)
         return profiles, loss.profile
