@@ -74,8 +74,6 @@ def _in_flight(rank: int, world_size: int, cases: list[tuple[str, Any, int]]) ->
             layers=layers, num_stages=world_size, loss_fn=nn.functional.mse_loss, partition_method="uniform"
         )
         block: dict[str, Any] = {"pipeline": {"schedule": name}}
-        if name == "auto":
-            block["pipeline"] = {"schedule": {"type": "auto", "search_seconds": 0.5}, "tolerance": 0.0}
         if policy is not None:
             block["recompute"] = {"policy": policy}
         config = {
@@ -87,8 +85,6 @@ def _in_flight(rank: int, world_size: int, cases: list[tuple[str, Any, int]]) ->
             "ext": block,
         }
         engine = ext.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
-        if name == "auto":
-            engine.train_batch(_batches(m))  # before it, layers run for their profile
         seen = InFlight(module.forward_funcs[0])
         for _ in range(STEPS):
             engine.train_batch(_batches(m))
@@ -106,7 +102,6 @@ def test_activations_alive_are_as_many_as_the_simulator_says():
         for name, policy, m in itertools.product(SCHEDULES, (None, "none", "full"), (8, 2))
         if SCHEDULES.get(name).has_rule and m >= SCHEDULES.get(name).min_microbatches
     ]
-    cases.append(("auto", None, 8))
     by_rank = run_ranks(_in_flight, NUM_STAGES, cases, timeout=150)
     for rank, found in enumerate(by_rank):
         for name, policy, m, expected, peak, peak_alive, left, left_alive in found:
