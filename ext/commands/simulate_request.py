@@ -65,6 +65,9 @@ def check_request(request: Request) -> tuple[Schedule, tuple[int, ...]]:
     Raises:
         ConfigError: all that is wrong with the request, one line each.
     """
+    missing = [name for name in ("stages", "micro_batches", "schedule") if getattr(request, name) is None]
+    if missing:
+        raise ConfigError(*(f"{_option(name)}: missing; give it." for name in missing))
     problems = list(_wrong_numbers(request))
     num_stages = request.stages
     # Where a number is wrong the schedule is still made, with one that it takes, to find what else is wrong.

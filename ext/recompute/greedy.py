@@ -42,7 +42,12 @@ class _State:
         self.problem, self.readers = problem, consumers(problem)
         self.decide = [{option.decision: option for option in group} for group in options]
         # What cannot be recomputed on demand is kept from the start; so are regions, all of them alike.
-        regions = {i for i, unit in enumerate(problem.layer.units) if unit.region}
+        units = problem.layer.units
+        regions = {i for i, unit in enumerate(units) if unit.region}
+        for i in sorted(regions, reverse=True):
+            while units[i].view_of:  # a view is kept with what it is a view of
+                i = problem.index[units[i].view_of]
+                regions.add(i)
         self.forced = regions | {i for i, group in enumerate(self.decide) if ON_DEMAND not in group and KEEP in group}
         self.free = [i for i, group in enumerate(self.decide) if i not in self.forced and KEEP in group]
         self.room = problem.budget - problem.input_bytes
@@ -73,12 +78,14 @@ class _State:
             return None
         left = {window.name: window.capacity for window in problem.windows}
         for i in sorted(recomputed):
-            ready = max((result[problem.index[name]].position for name in units[i].inputs), default=-1)
+            inputs = [result[problem.index[name]] for name in units[i].inputs]
+            readers = [result[j] for j in self.readers[i] if j in recomputed]
             windows = sorted((o for o in self.decide[i].values() if o.decision in left), key=lambda o: o.position)
             for option in windows:
                 more = option.bytes_for(problem.num_layers) - result[i].bytes_for(problem.num_layers)
                 fits = option.time <= left[option.decision] and total + more <= self.room
-                if option.position >= ready and fits and option.cost < result[i].cost:
+                in_order = all(v.serves(option) for v in inputs) and all(option.serves(reader) for reader in readers)
+                if in_order and fits and option.cost < result[i].cost:
                     left[option.decision] -= option.time
                     total += more
                     result[i] = option

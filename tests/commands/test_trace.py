@@ -143,7 +143,7 @@ def test_what_cannot_be_simulated(capsys, tmp_path):
     assert "--stages" in error(capsys, "simulate", *output, *empty.split())
     assert "--unit-ms: found 0.0" in error(capsys, "simulate", *output, *SCP.split(), "--unit-ms", 0)
     assert "No such option: --stage" in error(capsys, "simulate", *output, "--stage", 3)
-    assert "Missing option" in error(capsys, "simulate", *output)
+    assert "--stages: missing" in error(capsys, "simulate", *output)
     (tmp_path / "file").touch()
     text = error(capsys, "simulate", "--output", tmp_path / "file" / "x.json", *SCP.split())
     assert "cannot be written" in text
