@@ -65,7 +65,7 @@ def _layer(ep_size: int, *, ours: bool = False, **options: Any) -> nn.Module:
     if ours:
         moe.convert(model)
     for layer in model:
-        layer.set_deepspeed_parallelism()
+        layer.set_deepspeed_parallelism()  # pyright: ignore[reportCallIssue]
     if ours:
         monitor = SimpleNamespace(enabled=False)
         moe.connect(SimpleNamespace(module=model, has_moe_layers=False, monitor=monitor, optimizer=None, mpu=None))

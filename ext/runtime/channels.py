@@ -370,7 +370,7 @@ def _open_pair(ranks: tuple[int, int], label: str, device: torch.device) -> Any:
     key = (ranks, label)
     _num_opened[key] = count = _num_opened.get(key, 0) + 1
     name = f"ext/{label}/{ranks[0]}-{ranks[1]}/{count}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateImportUsage]
     me = ranks.index(dist.get_rank())
     if device.type == "cuda":
         return dist.ProcessGroupNCCL(store, me, 2, dist.ProcessGroupNCCL.Options())

@@ -1,6 +1,5 @@
 """Profiles of real layers predict, to the byte, what micro-batches in flight hold on a stage."""
 
-
 import pytest
 import torch
 from torch import nn
