@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ext.commands.simulate_auto import run_search, search_json
+from ext.commands.simulate_auto import run_search
 from ext.commands.simulate_config import ConfigRequest, memory_json, run_config
 from ext.commands.simulate_request import Request, check_request, make
 from ext.core.errors import ConfigError
@@ -106,7 +106,7 @@ def simulate(
     )
     result, chosen = run_with_search(request, show_progress=not as_json)
     if as_json:
-        searched = {} if chosen is None else {"search": search_json(chosen)}
+        searched = {} if chosen is None else {"search": chosen.to_json()}
         typer.echo(json.dumps({**to_json(result), **searched}))
     else:
         show(result, show_grid)

@@ -61,15 +61,3 @@ def _search_with_bar(space: Space, options: dict[str, Any]) -> Chosen:
             progress.update(task, completed=share, best=f"{best:.6g}")
 
         return search(space, **options, on_progress=update)
-
-
-def search_json(chosen: Chosen) -> dict[str, Any]:
-    """What the search has to say beside the plan: both times where plain 1f1b was kept."""
-    return {
-        "source": chosen.source,
-        "reason": chosen.reason,
-        "best_time": chosen.best_time,
-        "presets": chosen.presets,
-        "evaluations": chosen.num_evaluations,
-        "stopped_by": chosen.stopped_by,
-    }

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ext.config.model import ExtConfig
+from ext.core.errors import ConfigError
 from ext.pipeline.build import build_plan, default_recompute
 from ext.pipeline.memory_table import GIB, amount
 from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.schedule import SCHEDULES, Schedule
+from ext.pipeline.schedules.auto import Auto
+from ext.pipeline.schedules.plan_file import PlanFile
 from ext.pipeline.stage_model import PipelineProfile
+from ext.planner.search.search import Chosen, search
+from ext.planner.search.space import Space, fixed_stages
 from ext.recompute.policy import POLICIES, PerStageRecompute
 from ext.recompute.stage_aware import BudgetError, Choice, ProfiledPolicy
 
@@ -27,11 +34,13 @@ class Decision:
         schedule: that the plan was made from.
         plan: orders, layout and recomputed layers.
         policy: name of the recompute policy in force, for people.
+        chosen: what a search found, where one made the plan.
     """
 
     schedule: Schedule
     plan: Plan
     policy: str
+    chosen: Chosen | None = None
 
 
 def decide(
@@ -43,6 +52,8 @@ def decide(
     budgets: Sequence[int] | None = None,
 ) -> Decision:
     """Build the plan. Needs no communication: where its arguments are the same on every rank, so is the plan.
+
+    A search that the clock ended may differ: see `decides_by_search`.
 
     Args:
         config: the user's.
@@ -56,6 +67,10 @@ def decide(
         ConfigError: the schedule or the policy cannot work with these stages, layers or micro-batches.
     """
     schedule = make_schedule(config, PipelineShape(len(layers_per_stage), num_microbatches))
+    if isinstance(schedule, PlanFile):
+        return _from_file(config, schedule, layers_per_stage, recomputable)
+    if isinstance(schedule, Auto) and profile is not None:
+        return _by_search(config, schedule, layers_per_stage, profile, budgets)
     may_recompute = [schedule.may_recompute(stage) for stage in range(len(recomputable))]
     if config.recompute is None:
         recomputed = default_recompute(schedule, recomputable)
@@ -72,6 +87,84 @@ def decide(
             policy = f"{options.type} (ext.recompute; full until the first train_batch decides)"
     plan = build_plan(schedule, layers_per_stage=layers_per_stage, recomputed_layers=recomputed)
     return Decision(schedule, plan, policy)
+
+
+def _from_file(
+    config: ExtConfig, schedule: PlanFile, layers_per_stage: Sequence[int], recomputable: Sequence[int]
+) -> Decision:
+    """The plan of a file, which decides what is recomputed too."""
+    plan, path = schedule.plan, schedule.config.path
+    problems = []
+    if plan.layers_per_stage != tuple(layers_per_stage):
+        problems.append(
+            f"ext.pipeline.schedule: the plan in {path} is for {list(plan.layers_per_stage)} layers per stage, the "
+            f"module has {list(layers_per_stage)}. Place the layers as the plan has them, or make the plan again."
+        )
+    problems += [
+        f"ext.pipeline.schedule: the plan in {path} recomputes {asked} layers on stage {stage}, {most} can be."
+        for stage, (asked, most) in enumerate(zip(plan.recomputed_layers, recomputable, strict=False))
+        if asked > most
+    ]
+    if config.recompute is not None and not leaves_recompute_open(config):
+        problems.append(
+            f"ext.recompute.policy: the plan in {path} says what is recomputed. Remove the policy '"
+            f"{config.recompute.policy.type}', or name a schedule."
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return Decision(schedule, plan, "as in the plan's file")
+
+
+def _by_search(
+    config: ExtConfig,
+    schedule: Auto,
+    layers_per_stage: Sequence[int],
+    profile: PipelineProfile,
+    budgets: Sequence[int] | None,
+) -> Decision:
+    """What the search finds on the module's own layout; without budgets memory is taken to be enough."""
+    assert config.pipeline is not None
+    stages = profile.models(lambda stage: True)
+    space = Space(
+        models=fixed_stages(stages),
+        layers_per_stage=tuple(layers_per_stage),
+        num_microbatches=schedule.shape.num_microbatches,
+        budgets=tuple(map(float, budgets)) if budgets is not None else (math.inf,) * len(stages),
+        moves_layers=False,
+        recompute=_fixed_recompute(config),
+    )
+    options = schedule.config
+    try:
+        chosen = search(space, seconds=options.search_seconds, seed=options.seed, tolerance=config.pipeline.tolerance)
+    except BudgetError as error:
+        raise BudgetError(*(f"{BUDGET_KEY}: {problem}" for problem in error.problems)) from None
+    kept = "as searched" if leaves_recompute_open(config) or config.recompute is None else config.recompute.policy.type
+    return Decision(schedule, chosen.plan, f"{kept} (auto)", chosen)
+
+
+def _fixed_recompute(config: ExtConfig) -> Literal["open", "none", "all"] | tuple[int, ...]:
+    """What the recompute block fixes for a search."""
+    if config.recompute is None or leaves_recompute_open(config):
+        return "open"
+    options = config.recompute.policy
+    if isinstance(options, PerStageRecompute.Config):
+        return options.layers
+    return "none" if options.type == "none" else "all"
+
+
+def leaves_recompute_open(config: ExtConfig) -> bool:
+    """Whether the recompute block names a policy that decides by measured layers."""
+    return config.recompute is not None and issubclass(POLICIES.get(config.recompute.policy.type), ProfiledPolicy)
+
+
+def decides_by_search(config: ExtConfig) -> bool:
+    """Whether `decide` searches: then one rank decides for all."""
+    return config.pipeline is not None and isinstance(config.pipeline.schedule, Auto.Config)
+
+
+def reads_plan_file(config: ExtConfig) -> bool:
+    """Whether the plan comes from a file, which may not be the same on every node."""
+    return config.pipeline is not None and isinstance(config.pipeline.schedule, PlanFile.Config)
 
 
 def _choose(policy: ProfiledPolicy, schedule: Schedule, profile: PipelineProfile, budgets: Sequence[int]) -> Choice:
@@ -91,8 +184,10 @@ def make_schedule(config: ExtConfig, shape: PipelineShape) -> Schedule:
 
 
 def needs_profile(config: ExtConfig) -> bool:
-    """Whether the config asks for what only a profile of the layers can tell: a policy, or a budget to keep."""
+    """Whether the config asks for what only a profile of the layers can tell: a search, a policy, a budget to keep."""
     recompute = config.recompute
+    if decides_by_search(config):
+        return True
     return recompute is not None and (
         recompute.memory_budget_gib is not None or issubclass(POLICIES.get(recompute.policy.type), ProfiledPolicy)
     )

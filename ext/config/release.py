@@ -28,8 +28,8 @@ BUILT: dict[str, bool | dict[str, bool]] = {
         "last_no_recompute": True,
         "shifted_critical_path": True,
         "zb_h1": True,
-        "auto": False,
-        "plan_file": False,
+        "auto": True,
+        "plan_file": True,
         OWN: True,
     },
     "pipeline.partition": {
@@ -39,7 +39,7 @@ BUILT: dict[str, bool | dict[str, bool]] = {
         "auto": False,
         PER_STAGE: True,
     },
-    "pipeline.tolerance": False,
+    "pipeline.tolerance": True,
     "recompute.policy": {
         "none": True,
         "full": True,

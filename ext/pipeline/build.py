@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ext.core.errors import ConfigError, ScheduleError
 from ext.pipeline.actions import Action
-from ext.pipeline.passes import DEFAULT_LOOKAHEAD, add_communication, place_recomputes
+from ext.pipeline.passes import DEFAULT_LOOKAHEAD, add_communication
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
 from ext.pipeline.validate import check_communication, check_compute, check_progress
@@ -36,7 +36,7 @@ def build_plan(
     ranks = range(schedule.shape.num_ranks)
     return plan_of_orders(
         schedule.config.type,
-        [place_recomputes(schedule.order(rank), schedule.early_recomputes(rank), recomputing) for rank in ranks],
+        [schedule.actions(rank, recomputing) for rank in ranks],
         rank_of=schedule.rank_of,
         num_microbatches=schedule.shape.num_microbatches,
         layers_per_stage=layers_per_stage,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ext.pipeline.costs import Costs
 from ext.pipeline.memory import Load, heaviest_loads, peak
-from ext.pipeline.passes import place_recomputes
 from ext.pipeline.schedule import Schedule
 from ext.pipeline.stage_model import StageModel
 from ext.pipeline.timing import OrderCosts
@@ -37,8 +36,7 @@ class Fit(NamedTuple):
 def stage_loads(schedule: Schedule, stage: int) -> Loads:
     """What the rank of a stage, its only one, holds under the schedule's order."""
     rank = schedule.rank_of[stage]
-    order, early = schedule.order(rank), schedule.early_recomputes(rank)
-    return Loads(*(heaviest_loads(place_recomputes(order, early, stages)) for stages in ((), (stage,))))
+    return Loads(*(heaviest_loads(schedule.actions(rank, stages)) for stages in ((), (stage,))))
 
 
 def fewest_recomputed(loads: Loads, model: StageModel, budget: float, allowed: Sequence[int] | None = None) -> Fit:
@@ -58,8 +56,5 @@ def step_time(schedule: Schedule, recomputed: Sequence[int], costs: Costs) -> fl
     model = OrderCosts(costs, schedule.rank_of, schedule.shape.num_microbatches)
     recomputing = [stage for stage, count in enumerate(recomputed) if count]
     return model.step_time(
-        [
-            model.codes.encode(place_recomputes(schedule.order(rank), schedule.early_recomputes(rank), recomputing))
-            for rank in range(schedule.shape.num_ranks)
-        ]
+        [model.codes.encode(schedule.actions(rank, recomputing)) for rank in range(schedule.shape.num_ranks)]
     )

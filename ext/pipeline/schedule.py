@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import ClassVar
 
 from ext.core.errors import ConfigError
@@ -11,6 +12,7 @@ from ext.core.registry import Registry
 from ext.pipeline import placement
 from ext.pipeline.actions import Action
 from ext.pipeline.costs import Costs
+from ext.pipeline.passes import place_recomputes
 from ext.pipeline.plan import PipelineShape
 
 
@@ -65,6 +67,10 @@ class Schedule(ABC):
     def variants(self) -> tuple[Schedule, ...]:
         """This schedule and other orders of the same name, for whoever compares them under a memory budget."""
         return (self,)
+
+    def actions(self, rank: int, recomputing: Collection[int]) -> list[Action]:
+        """`order` with the R of every early recompute, on the stages that drop something in their forward."""
+        return place_recomputes(self.order(rank), self.early_recomputes(rank), recomputing)
 
     def early_recomputes(self, rank: int) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) whose R runs before its gradient arrives; all others recompute inside B."""

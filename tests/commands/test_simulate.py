@@ -131,16 +131,14 @@ def test_unknown_and_unbuilt_names(capsys):
     assert "cannot be imported" in typo
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--schedule plan_file",
-    ],
-)
-def test_what_a_later_release_has_is_refused_as_such(capsys, options):
-    (problem,) = problems(capsys, f"{BASE} {options}")
+def test_what_a_later_release_has_is_refused_as_such(capsys):
+    (problem,) = problems(capsys, f"{BASE} --schedule 1f1b --recompute-policy delta")
     assert "not built in this release" in problem
     assert "Did you mean" not in problem
+
+
+def test_a_schedule_with_options_of_its_own_is_refused(capsys):
+    assert "'plan_file' needs options" in "\n".join(problems(capsys, f"{BASE} --schedule plan_file"))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_durations_and_sizes_by_operation():
     assert of(parse_order("0W0")[0].kind) == (4, 0, 0, 10)
 
 
-@pytest.mark.parametrize("name", tuple(SCHEDULES))
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if SCHEDULES.get(name).has_rule])
 @pytest.mark.parametrize("again", [True, False])
 def test_the_lean_core_agrees_with_the_full_simulation(name, again):
     schedule = SCHEDULES.get(name)(shape=PipelineShape(4, 6))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.pipe import engine as host
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch import distributed as dist
 
 from ext.adapters.deepspeed import instructions, resolve
 from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
@@ -18,6 +20,7 @@ from ext.adapters.deepspeed.memory import MemoryWatch
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.adapters.deepspeed.tracing import Tracer
 from ext.config import ExtConfig
+from ext.config.decide import decides_by_search
 from ext.core.errors import DataError
 from ext.pipeline.actions import Action, Kind
 from ext.pipeline.plan import Plan
@@ -113,16 +116,31 @@ class PlanPipelineEngine(PipelineEngine):
 
     def resolve_again(self) -> None:
         """Make the plan anew: for another number of micro-batches, or with what is known by now."""
-        self.resolution = resolve.resolve(
-            self.ext_config,
-            self.inventory,
-            self.micro_batches,
-            self.memory.profile,
-            self.memory.budgets(),
-        )
+        config, known = self.ext_config, (self.memory.profile, self.memory.budgets())
+        decide = partial(resolve.resolve, config, self.inventory, self.micro_batches, *known)
+        self.resolution = self._decided_by_rank_0(decide) if decides_by_search(config) else decide()
         self.plan = self.resolution.plan
         self.recorder.clear()
         self.memory.predict()
+
+    def _decided_by_rank_0(self, decide: Callable[[], resolve.Resolution]) -> resolve.Resolution:
+        """What rank 0 decides, on every rank: a search that the clock ends may not find the same twice."""
+        decided: list[Any] = [None]
+        failure: Exception | None = None
+        if self.global_rank == 0:
+            try:
+                decided[0] = decide()
+            except Exception as error:  # noqa: BLE001 - raised again, on every rank
+                failure = error
+        self.guard.start_step()
+        self.guard.agree(failure)
+        dist.broadcast_object_list(decided, src=0)
+        chosen = decided[0].chosen
+        if chosen is not None and self.global_rank == 0:
+            logger.info(
+                "auto: %s; %d candidates, ended by %s", chosen.reason, chosen.num_evaluations, chosen.stopped_by
+            )
+        return decided[0]
 
     def _inference_schedule(self, micro_batches: int) -> instructions.PlanSchedule:
         plan = resolve.forward_plan(self.plan, micro_batches)

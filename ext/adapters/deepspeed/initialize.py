@@ -21,12 +21,13 @@ from ext.adapters.deepspeed.engine import PlanPipelineEngine
 from ext.adapters.deepspeed.layers import LayerInventory
 from ext.adapters.deepspeed.placement import PlacedPipelineModule, placement_problem
 from ext.config import ExtConfig, check_config
-from ext.config.decide import BUDGET_KEY, needs_profile
+from ext.config.decide import BUDGET_KEY, leaves_recompute_open, reads_plan_file
 from ext.config.source import read_ds_config
 from ext.core.errors import ConfigError
 from ext.core.launch_env import check_launch_environment
 from ext.core.versions import deepspeed_refusal
 from ext.pipeline.memory_table import StageMemory
+from ext.pipeline.plan_file import read_plan
 from ext.runtime.guard import FailureGuard
 
 # The patch deepspeed_initialize may put our own function in its place later.
@@ -158,12 +159,28 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
     ]
     if config.moe is not None:
         problems += moe.problems(model, num_stages or 1)
+    if reads_plan_file(config):
+        problems = _on_all_ranks(problems, config)
     raise_if_any(problems)
+
+
+def _on_all_ranks(problems: list[str], config: ExtConfig) -> list[str]:
+    """The problems of all ranks, whose nodes may hold different files. Collective over the world."""
+    options = None if config.pipeline is None else config.pipeline.schedule
+    found = None if problems else read_plan(options.path).hash  # type: ignore[union-attr]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (problems, found))
+    together = list(dict.fromkeys(problem for mine, _ in everyone for problem in mine))
+    hashes = {rank: hash for rank, (_, hash) in enumerate(everyone) if hash is not None}
+    if not together and len(set(hashes.values())) > 1:
+        shown = ", ".join(f"rank {rank}: {hash}" for rank, hash in hashes.items())
+        together.append(f"ext.pipeline.schedule: the plan file differs between ranks ({shown}). Give all one file.")
+    return together
 
 
 def _missing_budget(config: ExtConfig) -> str | None:
     recompute = config.recompute
-    if recompute is None or recompute.memory_budget_gib is not None or not needs_profile(config):
+    if recompute is None or recompute.memory_budget_gib is not None or not leaves_recompute_open(config):
         return None
     device: Any = get_accelerator()
     if device.device_name() != "cpu":

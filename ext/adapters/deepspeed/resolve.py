@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,13 @@ from ext.core.errors import ConfigError
 from ext.pipeline.actions import Action, F
 from ext.pipeline.passes import add_communication
 from ext.pipeline.plan import Plan
+from ext.pipeline.plan_file import write_plan
 from ext.pipeline.stage_model import PipelineProfile
+from ext.planner.search.search import Chosen
 
 RESOLVED_CONFIG = "ext_resolved_config.json"
+PLAN_FILE = "ext_plan.json"
+"""Where a searched plan is written, for a later run to take as its `plan_file`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Resolution(Decision):
         replaces_host_checkpointing: whether DeepSpeed's activation_checkpoint_interval is out of force.
     """
 
-    replaces_host_checkpointing: bool
+    replaces_host_checkpointing: bool = False
 
 
 def resolve(
@@ -49,8 +54,9 @@ def resolve(
         profile,
         budgets,
     )
-    replaces = config.recompute is not None or decision.schedule.recomputes_by_default
-    return Resolution(decision.schedule, decision.plan, decision.policy, replaces)
+    plan, schedule = decision.plan, decision.schedule
+    replaces = config.recompute is not None or schedule.recomputes_by_default or any(plan.recomputed_layers)
+    return Resolution(schedule, plan, decision.policy, decision.chosen, replaces)
 
 
 def forward_plan(plan: Plan, num_microbatches: int) -> Plan:
@@ -89,10 +95,13 @@ def summary(config: ExtConfig, resolution: Resolution | None) -> str:
 def write_resolved(config: ExtConfig, resolution: Resolution | None) -> Path:
     """Write what is active beside the run: in the folder EXT_RUN_DIR names, else the current one.
 
+    A plan that was searched for is written too, as a plan file.
+
     Raises:
         ConfigError: the folder cannot be written.
     """
-    path = Path(os.environ.get("EXT_RUN_DIR", ".")) / RESOLVED_CONFIG
+    folder = Path(os.environ.get("EXT_RUN_DIR", "."))
+    path = folder / RESOLVED_CONFIG
     content = {
         "version": ext.__version__,
         "ext": config.model_dump(mode="json"),
@@ -105,7 +114,22 @@ def write_resolved(config: ExtConfig, resolution: Resolution | None) -> Path:
         raise ConfigError(
             f"the resolved config cannot be written to {path}: {error}. Set EXT_RUN_DIR to a folder that can."
         ) from error
+    if resolution is not None and resolution.chosen is not None:
+        _write_plan(folder / PLAN_FILE, resolution.chosen)
     return path
+
+
+def _write_plan(path: Path, chosen: Chosen) -> None:
+    import deepspeed
+    import torch
+
+    versions = {
+        "megatron-deepspeed-ext": ext.__version__,
+        "deepspeed": deepspeed.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    write_plan(path, chosen.plan, costs=chosen.costs, notes={"search": chosen.to_json(), "versions": versions})
 
 
 def _plan_json(resolution: Resolution) -> dict[str, Any]:
@@ -115,6 +139,7 @@ def _plan_json(resolution: Resolution) -> dict[str, Any]:
         "schedule": plan.schedule,
         "num_microbatches": plan.num_microbatches,
         "layers_per_stage": plan.layers_per_stage,
+        "search": None if resolution.chosen is None else resolution.chosen.to_json(),
         "recompute_policy": resolution.policy,
         "recomputed_layers": plan.recomputed_layers,
         "orders": plan.to_json(),

@@ -6,6 +6,7 @@ from ext.pipeline.schedules import (  # noqa: F401 - imported to register
     gpipe,
     last_no_recompute,
     one_f_one_b,
+    plan_file,
     shifted_critical_path,
     zb_h1,
 )

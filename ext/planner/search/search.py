@@ -7,8 +7,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ext.pipeline.build import build_plan, plan_of_orders
+from ext.pipeline.costs import Costs
 from ext.pipeline.plan import Plan
 from ext.pipeline.simulate import simulate
 from ext.planner.search.anneal import Annealer, Candidate, Found, StoppedBy
@@ -43,6 +45,7 @@ class Chosen:
     Attributes:
         plan: validated, with communication.
         layout: layers and recomputed layers of each stage.
+        costs: of all stages.
         step_time: simulated, of the plan.
         source: name of the schedule that gave the orders, or `search`.
         best_time: of the best that was found, where plain 1f1b was kept for being almost as good.
@@ -53,12 +56,25 @@ class Chosen:
 
     plan: Plan
     layout: Layout
+    costs: Costs
     step_time: float
     source: str
     best_time: float
     presets: dict[str, float]
     num_evaluations: int
     stopped_by: StoppedBy
+
+    def to_json(self) -> dict[str, Any]:
+        """What the search has to say beside the plan: both times where plain 1f1b was kept."""
+        return {
+            "source": self.source,
+            "reason": self.reason,
+            "step_time": self.step_time,
+            "best_time": self.best_time,
+            "presets": self.presets,
+            "evaluations": self.num_evaluations,
+            "stopped_by": self.stopped_by,
+        }
 
     @property
     def keeps_plain(self) -> bool:
@@ -131,11 +147,12 @@ def _choose(space: Space, presets: dict[str, Preset], found: Found, tolerance: f
     else:
         source = next((name for name, p in presets.items() if p.step_time <= best_time * _SAME), SEARCHED)
     plan, layout = _plan(space, found) if source == SEARCHED else _preset_plan(presets[source])
-    simulation = simulate(plan, space.costs(layout))
+    costs = space.costs(layout)
     return Chosen(
         plan=plan,
         layout=layout,
-        step_time=simulation.step_time,
+        costs=costs,
+        step_time=simulate(plan, costs).step_time,
         source=source,
         best_time=best_time,
         presets={name: preset.step_time for name, preset in presets.items()},
