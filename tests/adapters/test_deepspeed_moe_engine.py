@@ -159,13 +159,14 @@ def _low_precision_norms(rank: int, world_size: int) -> dict:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True  # torch's CPU kernels do it; DeepSpeed says they do not
+    _, norm = _oracle()
     found = {}
     for name, zero, ep_size in itertools.product(("bf16", "fp16"), (0, 1), (1, 4)):
         options = {"enabled": True, **({"loss_scale": 1.0} if name == "fp16" else {})}
         engine = _engine(ep_size, zero, optimizer="Adam", clip=0.01, **{name: options})
         _train(engine)
         _whole(engine)
-        found[name, zero, ep_size] = float(engine.get_global_grad_norm())
+        found[name, zero, ep_size] = float(engine.get_global_grad_norm()) / norm
     return found
 
 
@@ -201,7 +202,6 @@ def _all_cases(rank: int, world_size: int, folder: str) -> tuple[dict, dict]:
 def test_gradients_norms_and_checkpoints(tmp_path):
     for norms, low in run_ranks(_all_cases, 4, str(tmp_path), timeout=120):
         assert norms == pytest.approx(dict.fromkeys(norms, 1.0), rel=1e-5)
-        for name in ("bf16", "fp16"):
-            values = [norm for key, norm in low.items() if key[0] == name]
-            assert values == pytest.approx([values[0]] * 4, rel=2e-2), low
-            assert values[0] > 0.1
+        for (name, *case), norm in low.items():
+            # bf16 rounds the model itself; the experts' share of the norm is 1 %.
+            assert norm == pytest.approx(1.0, rel=6e-2 if name == "bf16" else 2e-3), (name, case)

@@ -25,7 +25,9 @@ def test_times_between_measured_sizes():
     assert TABLE.times_at(4096) == pytest.approx((4e-3, 4e-3))
     assert TABLE.times_at(10**9) == (5e-3, 20e-3)
     assert TABLE.prefers_hierarchical(1024)
-    assert not TABLE.prefers_hierarchical(4096)  # a tie stays linear
+    assert not TABLE.prefers_hierarchical(4096)
+    assert not Table((1,), (1.0,), (0.99,)).prefers_hierarchical(1)  # a tie stays linear
+    assert Table((1,), (1.0,), (0.97,)).prefers_hierarchical(1)
     assert not TABLE.prefers_hierarchical(16384)
 
 

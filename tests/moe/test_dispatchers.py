@@ -162,6 +162,7 @@ def test_one_rank_and_flat_groups_are_linear(caplog):
                 parts = [torch.tanh(part @ w) for part, w in zip(rows.split(counts), weight, strict=True)]
                 output = dispatcher.combine(torch.cat(parts), state)
             else:
+                assert int((rows != 0).any(-1).sum()) == int((ids >= 0).sum())  # the other slots are zero
                 output = dispatcher.combine(torch.tanh(rows @ weight), state)
             torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     uneven = RankGroup(None, topology_of(range(5), list("aaabb")))
