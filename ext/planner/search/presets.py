@@ -69,12 +69,12 @@ def _recomputed(schedule: Schedule, space: Space) -> tuple[int, ...] | None:
     for rank, budget in enumerate(space.budgets):
         model = space.model(rank, space.layers_per_stage)
         loads = stage_loads(schedule, rank)
-        if fixed is not None:
-            count = fixed[rank]
-        elif schedule.may_recompute(rank):
+        if not schedule.may_recompute(rank) and (fixed is None or space.recompute == "all"):
+            count = 0  # everything means everything that the schedule's definition lets go
+        elif fixed is None:
             count = fewest_recomputed(loads, model, budget).num_recomputed
         else:
-            count = 0
+            count = fixed[rank]
         if count is None or (count and not schedule.may_recompute(rank)):
             return None
         size = peak(loads.recomputing if count else loads.keeping, model.costs[count]) + model.fixed
