@@ -60,12 +60,13 @@ class Hierarchical(DispatcherFactory):
 
     class Config(DispatcherConfig):
         type: Literal["hierarchical"] = "hierarchical"
-        order: Literal["node_first", "rail_first"] | None = Field(
-            default=None, description="the first hop; absent: inside the node with a capacity, the rail without"
+        order: Literal["rail_first", "node_first"] = Field(
+            default="rail_first",
+            description="the first hop: between equal local ranks, or inside the node",
         )
         deduplicate: bool | None = Field(
             default=None,
-            description="without a capacity, send one copy of a token per node; absent: yes, if the rail is first",
+            description="without a capacity, send one copy of a token per node; absent: if the rail is first",
         )
 
         @model_validator(mode="after")

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 LARGEST_BYTES = 64 * 2**20
 GROWTH = 4
 ROUNDS = 5
+MAX_ROUNDS = 25
+SHARE_PER_SIZE = 0.1
+"""Of the time that a measurement may take; the rounds of one size go on for so long."""
 MARGIN = 0.02
 """Two hops must win by this share; a tie stays linear."""
 
@@ -104,11 +108,12 @@ def measure(probe: Probe, seconds: float) -> Table:
     tokens = 1
     while True:
         size, batch = _batch(probe, tokens)
-        results.append(_time_both(probe, batch))
+        before = time.perf_counter()
+        results.append(_time_both(probe, batch, seconds * SHARE_PER_SIZE))
         sizes.append(size)
-        (spent_us,), _ = _agreed(probe, [int((time.perf_counter() - start) * 1e6)])
-        next_us = GROWTH * sum(results[-1]) * (ROUNDS + 1) * 1e6
-        if size * GROWTH > LARGEST_BYTES or spent_us + next_us > seconds * 1e6:
+        now = time.perf_counter()
+        (spent_us, last_us), _ = _agreed(probe, [int((now - start) * 1e6), int((now - before) * 1e6)])
+        if size * GROWTH > LARGEST_BYTES or spent_us + last_us > seconds * 1e6:
             break
         tokens *= GROWTH
     one, two = zip(*results, strict=True)
@@ -134,24 +139,29 @@ def _batch(probe: Probe, tokens: int) -> tuple[int, _Batch]:
     return num_tokens * k * row, (x, ids.to(probe.device), probs, capacity)
 
 
-def _time_both(probe: Probe, batch: _Batch) -> tuple[float, float]:
+def _time_both(probe: Probe, batch: _Batch, seconds: float) -> tuple[float, float]:
     """Medians over rounds, in turn, of the slowest rank's seconds."""
     dispatchers = (probe.linear, probe.hierarchical)
+    for dispatcher in dispatchers:
+        _seconds(probe, dispatcher, batch, 1)  # connections
     first = [_seconds(probe, dispatcher, batch, 1) for dispatcher in dispatchers]
     slowest, _ = _agreed(probe, [int(t * 1e9) for t in first])
-    repeats = [max(1, min(10, round(2e6 / t))) for t in slowest]
+    # Several calls in a row, so that it counts little that the ranks do not start together.
+    repeats = [max(2, min(10, round(2e6 / t))) for t in slowest]
+    per_round = sum(n * t for n, t in zip(repeats, slowest, strict=True)) / 1e9
+    num_rounds = max(ROUNDS, min(MAX_ROUNDS, int(seconds / per_round)))
     rounds = [
         [_seconds(probe, dispatcher, batch, n) / n for dispatcher, n in zip(dispatchers, repeats, strict=True)]
-        for _ in range(ROUNDS)
+        for _ in range(num_rounds)
     ]
     slowest, _ = _agreed(probe, [int(t * 1e9) for times in rounds for t in times])
-    one, two = sorted(slowest[0::2]), sorted(slowest[1::2])
-    return one[ROUNDS // 2] / 1e9, two[ROUNDS // 2] / 1e9
+    return statistics.median(slowest[0::2]) / 1e9, statistics.median(slowest[1::2]) / 1e9
 
 
 @torch.no_grad()
 def _seconds(probe: Probe, dispatcher: Dispatcher, batch: _Batch, repeats: int) -> float:
     x, ids, probs, capacity = batch
+    dist.barrier(probe.linear.group.process_group)
     _synchronize(probe.device)
     start = time.perf_counter()
     for _ in range(repeats):

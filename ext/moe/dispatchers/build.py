@@ -21,26 +21,21 @@ def linear(group: RankGroup, num_experts: int, reason: str = "") -> Dispatcher:
 
 
 def hierarchical(
-    group: RankGroup, num_experts: int, order: str | None = None, deduplicate: bool | None = None
+    group: RankGroup, num_experts: int, order: str = HopOrder.RAIL_FIRST, deduplicate: bool | None = None
 ) -> Dispatcher:
     """Two hops, or linear with one line in the log where the ranks do not form several whole nodes."""
     if group.nodes is None:
         _tell_flat("hierarchical", group.topology)
         return linear(group, num_experts, group.topology.flat_reason)
-    with_capacity, without = (HopOrder(order),) * 2 if order else (HopOrder.NODE_FIRST, HopOrder.RAIL_FIRST)
+    hop_order = HopOrder(order)
+    text = f"hierarchical ({group.topology}, {hop_order.value}"
+    every_copy = ExchangeDispatcher(group, num_experts, TwoLevelExchange(group.nodes, hop_order), f"{text})")
     if deduplicate is None:
-        deduplicate = without is HopOrder.RAIL_FIRST
-    text = f"hierarchical ({group.topology}, {{}})"
-    even = TwoLevelExchange(group.nodes, with_capacity)
-    capacity = ExchangeDispatcher(group, num_experts, even, text.format(with_capacity.value))
-    if deduplicate:
-        dropless: Dispatcher = DeduplicatedDispatcher(
-            group, num_experts, group.nodes, text.format(f"{without.value}, one copy per node")
-        )
-    else:
-        uneven = TwoLevelExchange(group.nodes, without)
-        dropless = ExchangeDispatcher(group, num_experts, uneven, text.format(without.value))
-    return ByMode(group, num_experts, capacity, dropless)
+        deduplicate = hop_order is HopOrder.RAIL_FIRST
+    if not deduplicate:
+        return every_copy
+    one_copy = DeduplicatedDispatcher(group, num_experts, group.nodes, f"{text}, one copy per node)")
+    return ByMode(group, num_experts, every_copy, one_copy)
 
 
 def auto(group: RankGroup, num_experts: int, probe_seconds: float, probe_file: str | None) -> Dispatcher:
