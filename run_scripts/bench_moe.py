@@ -65,6 +65,8 @@ Row = dict[str, Any]
 def time_algorithms(rank: int, world_size: int, network: Network) -> list[Row]:
     """On every rank: median seconds by algorithm, at every size."""
     if network.namespaces:
+        dist.barrier()  # all are connected before the first one leaves
+        time.sleep(0.5)
         dist.destroy_process_group()
         enter(network.namespaces[rank // RANKS_PER_NODE])
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
