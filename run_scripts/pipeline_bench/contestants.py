@@ -17,12 +17,15 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import ext
+from ext.adapters.deepspeed.placement import PlacedPipelineModule
 from ext.pipeline.actions import Action, Kind
 from ext.pipeline.build import build_plan
 from ext.pipeline.plan import PipelineShape, Plan
+from ext.pipeline.plan_file import read_plan
 from ext.pipeline.schedule import SCHEDULES
 from ext.testing.emulated import EmulatedLayer, EmulatedTimes, emulate, mean_loss
-from pipeline_bench.setting import DUALPIPEV, OURS, STOCK, TORCH, Contestant, Setting
+from pipeline_bench.counted import CountedLayer, share_meter
+from pipeline_bench.setting import DUALPIPEV, OURS, PLANNED, STOCK, TORCH, Contestant, Setting
 
 WIDTH = 8
 WARMUP_SHARE = 0.02
@@ -48,6 +51,7 @@ class Runner(ABC):
     def __init__(self, setting: Setting, modules: Sequence[nn.Module], num_layers: int) -> None:
         share = setting.num_ranks / num_layers
         self._modules = modules
+        self._meters = [share_meter(module) for module in modules] if setting.counts_activations else []
         self._times = EmulatedTimes(
             setting.forward * share, setting.input_grad * share, setting.weight_grad * share, setting.recompute * share
         )
@@ -62,10 +66,14 @@ class Runner(ABC):
     def step(self) -> None:
         """One training step. Collective over all ranks."""
 
+    def peak_activations(self) -> float | None:
+        """Most activations that this rank's layers held so far; None where they do not count."""
+        return max((meter.peak for meter in self._meters), default=None)
+
 
 def build(contestant: Contestant, setting: Setting, rank: int) -> Runner:
     """Make a contestant on this rank. Collective over all ranks."""
-    makers = {OURS: _Ours, STOCK: _Stock, DUALPIPEV: _DualPipeV, TORCH: _Torch}
+    makers = {OURS: _Ours, PLANNED: _Planned, STOCK: _Stock, DUALPIPEV: _DualPipeV, TORCH: _Torch}
     return makers[contestant.kind](contestant, setting, rank)
 
 
@@ -77,13 +85,6 @@ class _DeepSpeed(Runner):
 
     def __init__(self, contestant: Contestant, setting: Setting, rank: int) -> None:
         num_layers = setting.num_ranks * setting.layers_per_rank * self.chunks
-        module = self.module_class(
-            layers=[LayerSpec(EmulatedLayer, EmulatedTimes(0, 0, 0), WIDTH) for _ in range(num_layers)],
-            num_stages=setting.num_ranks,
-            loss_fn=mean_loss,
-            partition_method="uniform",
-            **self._module_options(contestant, setting),
-        )
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": setting.num_microbatches,
@@ -93,6 +94,14 @@ class _DeepSpeed(Runner):
             "zero_allow_untested_optimizer": True,
             **self._config(contestant),
         }
+        module = self.module_class(
+            layers=[self._layer(setting) for _ in range(num_layers)],
+            num_stages=setting.num_ranks,
+            loss_fn=mean_loss,
+            partition_method="uniform",
+            **self._module_options(contestant, setting),
+            **self._placement(config),
+        )
         parameters = list(module.parameters())
         self.engine, *_ = ext.initialize(model=module, model_parameters=parameters, config=config)
         self._data = _endless_data()
@@ -100,6 +109,15 @@ class _DeepSpeed(Runner):
 
     def step(self) -> None:
         self.engine.train_batch(self._data)
+
+    def _layer(self, setting: Setting) -> LayerSpec:
+        times = EmulatedTimes(0, 0, 0)
+        if setting.counts_activations:
+            return LayerSpec(CountedLayer, times, 1 / setting.layers_per_rank, WIDTH)
+        return LayerSpec(EmulatedLayer, times, WIDTH)
+
+    def _placement(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {}
 
     def _module_options(self, contestant: Contestant, setting: Setting) -> dict[str, Any]:
         return {}
@@ -121,6 +139,20 @@ class _Ours(_DeepSpeed):
             path = os.path.join(os.environ["EXT_RUN_DIR"], "trace.json")
             block["trace"] = {"path": path, "steps": [0, 10**6]}
         return {"ext": block}
+
+
+class _Planned(_Ours):
+    """Our engine under a plan file, with the layers where the plan has them."""
+
+    module_class = PlacedPipelineModule
+
+    def _config(self, contestant: Contestant) -> dict[str, Any]:
+        layers = read_plan(contestant.schedule).layers_per_stage
+        schedule = {"type": "plan_file", "path": contestant.schedule}
+        return {"ext": {"pipeline": {"schedule": schedule, "partition": list(layers)}}}
+
+    def _placement(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"ds_config": config}
 
 
 class _Stock(_DeepSpeed):

@@ -29,11 +29,13 @@ class Outcome:
         plan: the order that it ran; None where it failed.
         seconds: by round: from a start that all ranks share to the end of the last.
         error: why it did not run.
+        peaks: most activations that each rank's layers held, by rank, where they count.
     """
 
     plan: Plan | None
     seconds: tuple[float, ...]
     error: str | None = None
+    peaks: tuple[float, ...] = ()
 
 
 def race(
@@ -127,7 +129,10 @@ def _on_rank(
         for name in names[number % len(names) :] + names[: number % len(names)]:
             seconds[name].append(_timed(runners[name].step, setting))
     for name, runner in runners.items():
-        outcomes[name] = Outcome(runner.plan, tuple(seconds[name]))
+        peaks: list[float | None] = [None] * world_size
+        dist.all_gather_object(peaks, runner.peak_activations())
+        counted = tuple(peak for peak in peaks if peak is not None)
+        outcomes[name] = Outcome(runner.plan, tuple(seconds[name]), peaks=counted)
     return outcomes
 
 

@@ -8,7 +8,7 @@ from ext.pipeline.costs import Costs, StageCosts
 from ext.pipeline.plan import Plan
 from ext.pipeline.simulate import simulate
 
-OURS, STOCK, DUALPIPEV, TORCH = "ours", "stock", "dualpipev", "torch"
+OURS, STOCK, DUALPIPEV, TORCH, PLANNED = "ours", "stock", "dualpipev", "torch", "planned"
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Setting:
         forward, input_grad, weight_grad, recompute: seconds of one rank's share of the model for one micro-batch.
         layers_per_rank: sleeping layers in such a share.
         latency: seconds that a message travels.
+        counts_activations: whether DeepSpeed's layers count what they hold, in shares of one rank's activations.
     """
 
     num_ranks: int
@@ -31,6 +32,7 @@ class Setting:
     recompute: float
     layers_per_rank: int = 1
     latency: float = 0.0
+    counts_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Contestant:
     Attributes:
         name: for people, and the key of results.
         kind: which code runs it.
-        schedule: name within that code.
+        schedule: name within that code; of a planned one the path of its plan file.
         recompute: "none", "full", or "default": the schedule's own.
         trace: whether every step is traced to a file.
     """
