@@ -116,7 +116,7 @@ class ColumnSearch:
         # A window without capacity would only make the last layer look different from the others.
         problem = replace(problem, windows=tuple(w for w in problem.windows if w.capacity > 0))
         self.problem, self.deadline, self.gap = problem, deadline, gap
-        self.room = problem.budget - problem.input_bytes
+        self.room = max(1, problem.budget - problem.input_bytes)  # in units of which the memory's row is written
         if all(window.last_layer for window in problem.windows):
             self.kinds = [Kind(problem, problem.num_layers, last=False)]
         elif problem.num_layers == 1:

@@ -65,7 +65,7 @@ def solve_whole_program(
         else:
             for part in terms:
                 program.row(part, -np.inf, window.capacity * _SCALE)
-    room = problem.budget - problem.input_bytes
+    room = max(1, problem.budget - problem.input_bytes)
     resident, transient = [], []
     for kind, block in zip(kinds, blocks, strict=True):
         pairs = [

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ext.core.errors import ConfigError
+from ext.core.errors import ConfigError, InfeasibleError
 from ext.recompute.table import KEEP, UNUSED, UnitTable
 from ext.recompute.units import LayerCosts, UnitCosts
 from ext.recompute.windows import ON_DEMAND, Window, on_demand_position
@@ -21,7 +21,7 @@ _ALWAYS = -1
 _NEVER = 10**9
 
 
-class InfeasibleBudget(ConfigError):
+class InfeasibleBudget(InfeasibleError, ConfigError):
     """No table fits the budget.
 
     Attributes:
@@ -30,11 +30,16 @@ class InfeasibleBudget(ConfigError):
 
     def __init__(self, budget: int, smallest_budget: int) -> None:
         self.smallest_budget = smallest_budget
+        missing = math.ceil((smallest_budget - budget) / GIB * 1000) / 1000
         super().__init__(
-            f"activations of {smallest_budget / GIB:.3f} GiB are the least this stage can do with, "
-            f"{budget / GIB:.3f} GiB are left for them. Raise recompute.memory_budget_gib by "
-            f"{(smallest_budget - budget) / GIB:.3f} or more, or use more stages or a smaller micro-batch."
+            f"ext.recompute.memory_budget_gib: {_size(smallest_budget)} of activations are the least this stage can do "
+            f"with, {_size(budget)} are left for them. Raise it by {missing:.3f} or more, or use more stages or a "
+            "smaller micro-batch."
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f} GiB" if abs(num_bytes) >= GIB // 10 else f"{num_bytes / 2**20:.3f} MiB"
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,24 @@ class StageProblem:
     in_flight: int
     budget: int
     windows: tuple[Window, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.in_flight < 1:
+            raise ConfigError(
+                f"tables are for one layer and one micro-batch in flight or more, found {self.num_layers} layers and "
+                f"{self.in_flight} micro-batches. Leave stages without such layers out."
+            )
+        names = [window.name for window in self.windows]
+        wrong = [
+            f"window '{window.name}' has a capacity of {window.capacity}, of which {window.exposed} is exposed, and a "
+            f"slowdown of {window.slowdown}; give a capacity of 0 or more, a share and a factor of 1 or more."
+            for window in self.windows
+            if not (0 <= window.capacity < math.inf and 0 <= window.exposed <= 1 and 1 <= window.slowdown < math.inf)
+        ]
+        wrong += [f"window '{name}' is given twice." for name in sorted({n for n in names if names.count(n) > 1})]
+        wrong += [f"'{name}' is no name for a window." for name in names if name in (KEEP, UNUSED, ON_DEMAND)]
+        if wrong:
+            raise ConfigError(*wrong)
 
     @cached_property
     def index(self) -> dict[str, int]:

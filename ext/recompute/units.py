@@ -6,6 +6,7 @@ A layer that offers ``units()`` returns a sequence of `Unit`, in the order in wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -161,6 +162,19 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         check_graph([(unit.name, unit.inputs) for unit in self.units], ())
+        wrong = [
+            f"unit '{unit.name}' takes {unit.time} s and {unit.bytes} bytes; give finite numbers of 0 or more."
+            for unit in self.units
+            if not (0 <= unit.time < math.inf and 0 <= unit.bytes < math.inf)
+        ]
+        names = {unit.name for unit in self.units}
+        wrong += [
+            f"unit '{unit.name}' shares the storage of '{unit.view_of}', which is no unit of its layer."
+            for unit in self.units
+            if unit.view_of and unit.view_of not in names
+        ]
+        if wrong:
+            raise ConfigError(*wrong)
 
     @property
     def activation_bytes(self) -> int:

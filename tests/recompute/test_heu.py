@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ext.core.errors import ConfigError, InfeasibleError
 from ext.cost.hardware import DEVICES, Link
 from ext.cost.transformer import MODELS
 from ext.recompute.analytic import tensor_parallel_windows, transformer_costs
@@ -238,3 +239,30 @@ def test_an_input_worth_keeping_that_the_backward_does_not_need():
     assert solution.exposed == 1.0
     assert solution.tables[0].to_json() == {"a": "keep", "b": ON_DEMAND}
     assert solve_heu(replace(problem, budget=12)).tables[0].to_json() == {"a": "unused", "b": "keep"}
+
+
+def test_problems_that_make_no_sense_are_refused():
+    layer = LayerCosts((UnitCosts("a", (), 4, 1.0),), 1)
+    for layers, in_flight in ((0, 1), (1, 0)):
+        with pytest.raises(ConfigError, match="one layer and one micro-batch"):
+            StageProblem(layer, layers, in_flight, 10)
+    nan = wait_window(float("nan"), 0.0)
+    with pytest.raises(ConfigError) as error:
+        StageProblem(layer, 1, 1, 10, (nan, wait_window(1.0, 2.0), replace(nan, name="keep", capacity=1.0)))
+    assert len(error.value.problems) == 4
+    with pytest.raises(ConfigError, match="finite") as error:
+        LayerCosts((UnitCosts("a", (), 4, float("nan")), UnitCosts("b", (), -1, 1.0)), 1)
+    assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError, match="'b', which is no unit"):
+        LayerCosts((UnitCosts("a", (), 4, 1.0, view_of="b"),), 1)
+
+
+def test_a_budget_too_small_says_what_would_do():
+    layer = LayerCosts((UnitCosts("a", (), 3 * 2**30, 1.0),), 2**30)
+    with pytest.raises(InfeasibleBudget) as error:
+        solve_heu(StageProblem(layer, 2, 2, budget=2**30))
+    assert error.value.smallest_budget == 7 * 2**30
+    assert "7.000 GiB of activations" in str(error.value)
+    assert "Raise it by 6.000" in str(error.value)
+    assert isinstance(error.value, InfeasibleError)
+    assert solve_heu(StageProblem(LayerCosts((), 1), 2, 2, budget=4)).bytes == 4

@@ -92,9 +92,12 @@ class Annealer:
         """Try the starts, anneal from the best of them; Ctrl-C ends it with the best so far."""
         stopped_by: StoppedBy = "interrupt"
         try:
-            chains = [_Chain(candidate, self._time(candidate, math.inf)) for candidate in starts]
-            for chain in chains:
-                self._take(chain.candidate, chain.step_time)
+            chains: list[_Chain] = []
+            for candidate in starts:
+                chains.append(_Chain(candidate, self._time(candidate, math.inf)))
+                self._take(candidate, chains[-1].step_time)
+                if self._best[1] is not None and time.monotonic() > self._deadline:
+                    break
             stopped_by = self._anneal(chains)
         except KeyboardInterrupt:
             pass

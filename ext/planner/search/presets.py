@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,8 +31,11 @@ class Preset(NamedTuple):
     step_time: float
 
 
-def fitting_presets(space: Space) -> dict[str, Preset]:
-    """Every named schedule that can keep the budgets on the space's own layout, by name, the fastest first."""
+def fitting_presets(space: Space, deadline: float = math.inf) -> dict[str, Preset]:
+    """Every named schedule that can keep the budgets on the space's own layout, by name, the fastest first.
+
+    Behind the deadline, of `time.monotonic`, a schedule that has many variants is judged by the first ones that fit.
+    """
     shape = PipelineShape(space.num_ranks, space.num_microbatches)
     found = []
     for name in SCHEDULES:
@@ -41,17 +46,21 @@ def fitting_presets(space: Space) -> dict[str, Preset]:
             schedule = cls(shape=shape)
         except ConfigError:
             continue  # not with so few micro-batches
-        timed = [preset for variant in _variants(schedule, space) for preset in _fit(variant, space)]
+        timed: list[Preset] = []
+        for variant in _variants(schedule, space):
+            if timed and time.monotonic() > deadline:
+                break
+            timed += _fit(variant, space)
         if timed:
             found.append((name, min(timed, key=lambda preset: preset.step_time)))
     return dict(sorted(found, key=lambda entry: entry[1].step_time))
 
 
 def _variants(schedule: Schedule, space: Space) -> Iterator[Schedule]:
-    """The variants of a schedule, and the one that it chooses by itself where it knows the costs."""
-    yield from schedule.variants()
+    """The schedule as it is where it knows the costs, then all its variants."""
     for preset in _fit(schedule, space):
         yield type(schedule)(schedule.config, shape=schedule.shape, costs=space.costs(preset.layout))
+    yield from schedule.variants()
 
 
 def _fit(schedule: Schedule, space: Space) -> Iterator[Preset]:

@@ -119,7 +119,7 @@ def search(
         BudgetError: nothing that was tried keeps the budgets.
     """
     deadline = time.monotonic() + seconds
-    presets = fitting_presets(space)
+    presets = fitting_presets(space, deadline - seconds / 2)
     actions = 2 * space.num_ranks * space.num_microbatches
     annealer = Annealer(
         space,
