@@ -104,14 +104,15 @@ def _engine(schedule: str, ep_size: int, zero: int = 0, clip: float = 0.0, carri
     import ext
 
     _reset_groups()
-    options = ext_config.pop("layer", {})
+    options, precision = ext_config.pop("layer", {}), ext_config.pop("bf16", {"enabled": False})
     module = PipelineModule(
         layers=_layers(ep_size, carries_aux, **options), num_stages=2, loss_fn=_loss, partition_method="uniform"
     )
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": GAS,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": ext_config.pop("momentum", 0.0)}},
+        "bf16": precision,
         "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": clip,
@@ -147,7 +148,9 @@ def _oracle(**options):
 def _step(engine) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and the change of every parameter of this rank, by its name in the whole model."""
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    loss = engine.train_batch(iter(_batches(engine.grid.get_data_parallel_rank(), 0)))
+    dtype = next(engine.module.parameters()).dtype
+    batches = [(x.to(dtype), label.to(dtype)) for x, label in _batches(engine.grid.get_data_parallel_rank(), 0)]
+    loss = engine.train_batch(iter(batches))
     changes = {}
     for name, parameter in engine.module.named_parameters():
         change = before[name] - parameter.detach()
@@ -161,45 +164,93 @@ def _step(engine) -> tuple[float, dict[str, torch.Tensor]]:
     return float(loss), changes
 
 
-def _cases(rank: int, world_size: int) -> int:
+FULL = {"recompute": {"policy": "full"}}
+DROPLESS = {"k": 1, "drop_tokens": False}
+UNEVEN = {"num_blocks": 1}  # the last stage has no MoE layer
+MOST = [
+    ({}, "1f1b", 2, 0, True, {}),
+    ({}, "shifted_critical_path", 2, 1, True, FULL),
+    ({}, "zb_h1", 2, 0, True, {}),
+    (DROPLESS, "1f1b", 1, 1, False, FULL),
+    (UNEVEN, "shifted_critical_path", 2, 1, True, FULL),
+]
+OTHERS = [
+    ({}, "gpipe", 2, 0, False, {}),
+    ({}, "1f1b", 1, 1, False, FULL),
+    (DROPLESS, "shifted_critical_path", 2, 1, True, FULL),
+    (UNEVEN, "1f1b", 2, 0, True, {}),
+]
+
+
+def _cases(rank: int, world_size: int, cases: list) -> int:
     import deepspeed
 
     from ext.adapters.deepspeed import moe
 
     deepspeed.init_distributed("gloo", verbose=False)
     compared = 0
-    full = {"recompute": {"policy": "full"}}
-    every = [
-        ("1f1b", 2, 0, True, {}),
-        ("shifted_critical_path", 2, 1, True, full),
-        ("1f1b", 1, 1, False, full),
-        ("gpipe", 2, 0, False, {}),
-        ("zb_h1", 2, 0, True, {}),
-    ]
-    # With one block the last stage has no MoE layer.
-    for options, cases in (({}, every), ({"k": 1, "drop_tokens": False}, every[1:3]), ({"num_blocks": 1}, every[:2])):
+    for options, schedule, ep_size, zero, carries_aux, blocks in cases:
         loss, grads, norm = _oracle(**options)
-        for schedule, ep_size, zero, carries_aux, blocks in cases:
-            where = f"{options} {schedule} ep {ep_size} zero {zero} {carries_aux}"
-            if not carries_aux:
-                blocks = {**blocks, "moe": {"router": {"aux_loss_weight": AUX}}}
-            engine = _engine(schedule, ep_size, zero, clip=norm / 4, carries_aux=carries_aux, layer=options, **blocks)
-            found, changes = _step(engine)
-            if carries_aux:
-                assert found == pytest.approx(loss, rel=1e-5), where
-            for name, change in changes.items():
-                torch.testing.assert_close(
-                    4 * change, grads[name], rtol=2e-5, atol=2e-6, msg=lambda m, n=name, w=where: f"{w} {n}: {m}"
-                )
-            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5), where
-            layers = moe.layers_of(engine)
-            # A re-run must not route again, nor be counted.
-            assert [layer.router.statistics.num_calls for layer in layers] == [GAS] * len(layers), where
-            compared += len(changes)
+        where = f"{options} {schedule} ep {ep_size} zero {zero} {carries_aux}"
+        if not carries_aux:
+            blocks = {**blocks, "moe": {"router": {"aux_loss_weight": AUX}}}
+        engine = _engine(schedule, ep_size, zero, clip=norm / 4, carries_aux=carries_aux, layer=options, **blocks)
+        found, changes = _step(engine)
+        if carries_aux:
+            assert found == pytest.approx(loss, rel=1e-5), where
+        for name, change in changes.items():
+            torch.testing.assert_close(
+                4 * change, grads[name], rtol=2e-5, atol=2e-6, msg=lambda m, n=name, w=where: f"{w} {n}: {m}"
+            )
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5), where
+        layers = moe.layers_of(engine)
+        # A re-run must not route again, nor be counted.
+        assert [layer.router.statistics.num_calls for layer in layers] == [GAS] * len(layers), where
+        compared += len(changes)
     return compared
+
+
+def _checkpoints_and_bf16(rank: int, world_size: int, folder: str) -> dict:
+    """Checkpoints of a pipeline at another ep_size, with and without a stage without experts; norms of bf16."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    # Clipped, since steps at this learning rate would grow without end otherwise.
+    for zero, layer in ((0, {}), (1, UNEVEN)):
+        engine = _engine("1f1b", 2, zero, clip=0.5, layer=layer, momentum=0.9)
+        _step(engine)
+        engine.save_checkpoint(f"{folder}/{zero}")
+        _, expected = _step(engine)
+        engine = _engine("1f1b", 1, zero, clip=0.5, layer=layer, momentum=0.9)
+        _step(engine)
+        engine.load_checkpoint(f"{folder}/{zero}")
+        _, found = _step(engine)
+        for name, change in expected.items():
+            torch.testing.assert_close(
+                found[name], change, rtol=1e-5, atol=1e-6, msg=lambda m, n=name, z=zero: f"zero {z} {n}: {m}"
+            )
+    norms = {}
+    for ep_size, layer in ((1, {}), (2, {}), (2, UNEVEN)):
+        engine = _engine("1f1b", ep_size, clip=0.1, layer=layer, bf16={"enabled": True})
+        _step(engine)
+        norms[ep_size, len(layer)] = float(engine.get_global_grad_norm())
+    return norms
 
 
 @pytest.mark.dist
 def test_gradients_in_a_pipeline():
-    compared = run_ranks(_cases, 4)
-    assert min(compared) > 0
+    assert min(run_ranks(_cases, 4, MOST)) > 0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_more_gradients_in_a_pipeline():
+    assert min(run_ranks(_cases, 4, OTHERS)) > 0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_checkpoints_of_a_pipeline(tmp_path):
+    for norms in run_ranks(_checkpoints_and_bf16, 4, str(tmp_path), timeout=120):
+        assert norms[1, 0] == pytest.approx(norms[2, 0], rel=1e-2)
+        assert norms[2, 1] > 0
