@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ext.core.errors import ConfigError, ScheduleError
-from ext.pipeline.actions import Action
+from ext.pipeline.actions import Action, F
 from ext.pipeline.passes import DEFAULT_LOOKAHEAD, add_communication
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
@@ -95,6 +95,28 @@ def plan_of_orders(
     check_communication(plan)
     check_progress(plan)
     return plan
+
+
+def forward_plan(rank_of: Sequence[int], layers_per_stage: Sequence[int], num_microbatches: int) -> Plan:
+    """Forwards only, for evaluation.
+
+    Args:
+        rank_of: rank of each stage, by stage.
+        layers_per_stage: layers of each stage, by stage.
+        num_microbatches: that each stage runs.
+    """
+    orders: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
+    for microbatch in range(num_microbatches):
+        for stage, rank in enumerate(rank_of):
+            orders[rank].append(Action(stage, F, microbatch))
+    return Plan(
+        schedule="forward",
+        num_microbatches=num_microbatches,
+        rank_of=tuple(rank_of),
+        orders=add_communication(orders, rank_of),
+        layers_per_stage=tuple(layers_per_stage),
+        recomputed_layers=(0,) * len(rank_of),
+    )
 
 
 def default_recompute(schedule: Schedule, layers_per_stage: Sequence[int]) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ext.core import errors
 from ext.core.errors import CommunicationError, ExtError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,23 @@ class FailureGuard:
             raise CommunicationError(f"a rank died during the step: {error or lost}") from (error or lost)
         if some_failed:
             self._raise_together(error)
+
+    def from_rank_0(self, make: Callable[[], T]) -> T:
+        """What ``make()`` gives on rank 0, on every rank; where it raises there, as `agree` does.
+
+        Outside of a step. Collective over the world; the value must be picklable.
+        """
+        made: list[Any] = [None]
+        failure: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                made[0] = make()
+            except Exception as error:  # noqa: BLE001 - raised again, on every rank
+                failure = error
+        self.start_step()
+        self.agree(failure)
+        dist.broadcast_object_list(made, src=0)
+        return made[0]
 
     def _on_any_rank(self, mine: bool) -> bool:
         """Whether it is true on any rank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,25 @@ NUM_TIMED = 2
 
 Run = Callable[[], tuple[Any, list[Tensor]]]
 """Runs a layer with gradients; gives its outputs and its inputs, those that need a gradient as leaves."""
+
+
+class ReplayedIterator:
+    """An iterator that remembers what it gave, so that it can be given again."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._given: list[Any] = []
+
+    def __iter__(self) -> ReplayedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        self._given.append(next(self._iterator))
+        return self._given[-1]
+
+    def again(self) -> Iterator[Any]:
+        """All of it from the start."""
+        return chain(self._given, self._iterator)
 
 
 class ProfiledLayer:

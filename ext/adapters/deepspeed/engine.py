@@ -12,7 +12,6 @@ import torch
 from deepspeed.runtime.pipe import engine as host
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
-from torch import distributed as dist
 
 from ext.adapters.deepspeed import instructions, resolve
 from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
@@ -23,6 +22,7 @@ from ext.config import ExtConfig
 from ext.config.decide import decides_by_search
 from ext.core.errors import DataError
 from ext.pipeline.actions import Action, Kind
+from ext.pipeline.build import forward_plan
 from ext.pipeline.plan import Plan
 from ext.pipeline.trace import LOAD
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
@@ -125,25 +125,16 @@ class PlanPipelineEngine(PipelineEngine):
 
     def _decided_by_rank_0(self, decide: Callable[[], resolve.Resolution]) -> resolve.Resolution:
         """What rank 0 decides, on every rank: a search that the clock ends may not find the same twice."""
-        decided: list[Any] = [None]
-        failure: Exception | None = None
-        if self.global_rank == 0:
-            try:
-                decided[0] = decide()
-            except Exception as error:  # noqa: BLE001 - raised again, on every rank
-                failure = error
-        self.guard.start_step()
-        self.guard.agree(failure)
-        dist.broadcast_object_list(decided, src=0)
-        chosen = decided[0].chosen
+        decided = self.guard.from_rank_0(decide)
+        chosen = decided.chosen
         if chosen is not None and self.global_rank == 0:
             logger.info(
                 "auto: %s; %d candidates, ended by %s", chosen.reason, chosen.num_evaluations, chosen.stopped_by
             )
-        return decided[0]
+        return decided
 
     def _inference_schedule(self, micro_batches: int) -> instructions.PlanSchedule:
-        plan = resolve.forward_plan(self.plan, micro_batches)
+        plan = forward_plan(self.plan.rank_of, self.plan.layers_per_stage, micro_batches)
         return instructions.PlanSchedule(plan, self.stage_id, training=False)
 
     def _exec_schedule(self, pipe_schedule: instructions.PlanSchedule) -> None:

@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ext.adapters.deepspeed import resolve
-from ext.adapters.deepspeed.profiling import ReplayedIterator, profile_stages
+from ext.adapters.deepspeed.profiling import profile_stages
 from ext.adapters.deepspeed.states import optimizer_tensors, predicted_states, state_tensors
 from ext.config.decide import BUDGET_KEY, budgets_in_bytes, needs_profile
 from ext.core.errors import OutOfMemoryError
@@ -30,6 +30,7 @@ from ext.recompute.advice import nearest_change
 from ext.recompute.stage_aware import BudgetError
 from ext.runtime.channels import as_tuple
 from ext.runtime.live_bytes import LiveBytes, storage_bytes
+from ext.runtime.profile import ReplayedIterator
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,25 +18,6 @@ from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.cost.profile import LOSS, LayerProfile
 from ext.runtime.channels import as_tuple
 from ext.runtime.profile import ProfiledLayer
-
-
-class ReplayedIterator:
-    """An iterator that remembers what it gave, so that it can be given again."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._given: list[Any] = []
-
-    def __iter__(self) -> ReplayedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        self._given.append(next(self._iterator))
-        return self._given[-1]
-
-    def again(self) -> Iterator[Any]:
-        """All of it from the start."""
-        return chain(self._given, self._iterator)
 
 
 def profile_stages(engine: Any) -> list[tuple[LayerProfile, ...]]:
