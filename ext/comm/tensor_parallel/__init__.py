@@ -1,0 +1,1 @@
+"""Layers that several ranks share by their columns, rows or vocabulary, on plain torch.distributed groups."""
