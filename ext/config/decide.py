@@ -50,6 +50,8 @@ def decide(
     num_microbatches: int,
     profile: PipelineProfile | None = None,
     budgets: Sequence[int] | None = None,
+    *,
+    splits_backward: bool = True,
 ) -> Decision:
     """Build the plan. Needs no communication: where its arguments are the same on every rank, so is the plan.
 
@@ -62,6 +64,7 @@ def decide(
         num_microbatches: per step.
         profile: of the stages, once there is one; policies that need it recompute everything until then.
         budgets: bytes that each stage may hold, with the profile.
+        splits_backward: whether a search may let weight gradients wait.
 
     Raises:
         ConfigError: the schedule or the policy cannot work with these stages, layers or micro-batches.
@@ -70,7 +73,7 @@ def decide(
     if isinstance(schedule, PlanFile):
         return _from_file(config, schedule, layers_per_stage, recomputable)
     if isinstance(schedule, Auto) and profile is not None:
-        return _by_search(config, schedule, layers_per_stage, profile, budgets)
+        return _by_search(config, schedule, layers_per_stage, profile, budgets, splits_backward)
     may_recompute = [schedule.may_recompute(stage) for stage in range(len(recomputable))]
     if config.recompute is None:
         recomputed = default_recompute(schedule, recomputable)
@@ -121,6 +124,7 @@ def _by_search(
     layers_per_stage: Sequence[int],
     profile: PipelineProfile,
     budgets: Sequence[int] | None,
+    splits_backward: bool,
 ) -> Decision:
     """What the search finds on the module's own layout; without budgets memory is taken to be enough."""
     assert config.pipeline is not None
@@ -132,6 +136,7 @@ def _by_search(
         budgets=tuple(map(float, budgets)) if budgets is not None else (math.inf,) * len(stages),
         moves_layers=False,
         recompute=_fixed_recompute(config),
+        splits_backward=splits_backward,
     )
     options = schedule.config
     try:

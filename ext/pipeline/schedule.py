@@ -10,7 +10,7 @@ from ext.core.errors import ConfigError
 from ext.core.model import StrictModel
 from ext.core.registry import Registry
 from ext.pipeline import placement
-from ext.pipeline.actions import Action
+from ext.pipeline.actions import Action, W
 from ext.pipeline.costs import Costs
 from ext.pipeline.passes import place_recomputes
 from ext.pipeline.plan import PipelineShape
@@ -71,6 +71,11 @@ class Schedule(ABC):
     def actions(self, rank: int, recomputing: Collection[int]) -> list[Action]:
         """`order` with the R of every early recompute, on the stages that drop something in their forward."""
         return place_recomputes(self.order(rank), self.early_recomputes(rank), recomputing)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a micro-batch's I and W stand apart."""
+        return any(action.kind is W for rank in range(self.shape.num_ranks) for action in self.order(rank))
 
     def early_recomputes(self, rank: int) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) whose R runs before its gradient arrives; all others recompute inside B."""

@@ -14,7 +14,9 @@ from ext.pipeline.stage_model import PipelineProfile, StageModel
 from ext.recompute.stage_aware import BudgetError, StageAware, smallest_budgets
 
 
-def nearest_change(schedule: Schedule, profile: PipelineProfile, budgets: Sequence[float]) -> str:
+def nearest_change(
+    schedule: Schedule, profile: PipelineProfile, budgets: Sequence[float], *, moves_layers: bool = True
+) -> str:
     """What to write into the config so that every stage keeps within its budget.
 
     Tried in this order: other recomputed layers, moved layers, the schedule that holds least, a smaller micro-batch.
@@ -23,8 +25,9 @@ def nearest_change(schedule: Schedule, profile: PipelineProfile, budgets: Sequen
         schedule: in use.
         profile: of the pipeline as it is.
         budgets: bytes that each stage may hold.
+        moves_layers: whether the config can place layers.
     """
-    change = next(_fitting_changes(schedule, profile, budgets), None)
+    change = next(_fitting_changes(schedule, profile, budgets, moves_layers), None)
     if change is not None:
         return f"Nearest change that fits: {change}."
     least = smallest_budgets(schedule, profile.models(schedule.may_recompute), budgets)
@@ -34,10 +37,13 @@ def nearest_change(schedule: Schedule, profile: PipelineProfile, budgets: Sequen
     )
 
 
-def _fitting_changes(schedule: Schedule, profile: PipelineProfile, budgets: Sequence[float]) -> Iterator[str]:
+def _fitting_changes(
+    schedule: Schedule, profile: PipelineProfile, budgets: Sequence[float], moves_layers: bool
+) -> Iterator[str]:
     models = profile.models(schedule.may_recompute)
     yield from _recomputing(schedule, models, budgets)
-    yield from _moving(schedule, profile, budgets)
+    if moves_layers:
+        yield from _moving(schedule, profile, budgets)
     plain = SCHEDULES.get("1f1b")(shape=schedule.shape)
     models = profile.models(plain.may_recompute)
     if schedule.config.type != "1f1b":

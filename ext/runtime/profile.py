@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ext.cost.profile import LayerProfile
@@ -50,6 +51,7 @@ class ProfiledLayer:
         name: for the profile.
         recomputable: whether it can be recomputed.
         tied: (name, number) of parameters that it shares with other layers.
+        constants: parameters and whatever else does not belong to the micro-batch; where None, the layer's own.
         synchronize: waits for the device.
 
     Attributes:
@@ -64,6 +66,7 @@ class ProfiledLayer:
         *,
         recomputable: bool,
         tied: tuple[tuple[str, int], ...] = (),
+        constants: Iterable[Tensor] | None = None,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
         self._layer = layer
@@ -71,12 +74,13 @@ class ProfiledLayer:
         self._recomputable = recomputable
         self.needs_grad: Callable[[], Sequence[bool]] | None = None
         self._tied = tied
+        self._constants = None if constants is None else list(constants)
         self._synchronize = synchronize
         self.profile: LayerProfile | None = None
 
     def __call__(self, inputs: Any) -> Any:
         flags = [t.requires_grad for t in _tensors(inputs)] if self.needs_grad is None else list(self.needs_grad())
-        constant = list(_constants_of(self._layer))
+        constant = list(_constants_of(self._layer)) if self._constants is None else self._constants
         trained = [tensor for tensor in constant if tensor.requires_grad]
 
         def run() -> tuple[Any, list[Tensor]]:
@@ -123,6 +127,21 @@ class ProfiledLayer:
     def _now(self) -> float:
         self._synchronize()
         return time.perf_counter()
+
+
+def shared_profiles(mine: tuple[LayerProfile, ...], stage: int, group: Any) -> list[tuple[LayerProfile, ...]]:
+    """What the pipeline of global rank 0 measured, by stage, on every rank. Collective over the world.
+
+    Args:
+        mine: layers of this rank's stage.
+        stage: which that is.
+        group: ranks of this rank's pipeline.
+    """
+    pipeline: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(pipeline, (stage, mine), group=group)
+    shared = [[layers for _, layers in sorted(pipeline, key=lambda entry: entry[0])]]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 class _StoragesOf:

@@ -21,7 +21,8 @@ from ext.adapters.deepspeed.engine import PlanPipelineEngine
 from ext.adapters.deepspeed.layers import LayerInventory
 from ext.adapters.deepspeed.placement import PlacedPipelineModule, placement_problem
 from ext.config import ExtConfig, check_config
-from ext.config.decide import BUDGET_KEY, leaves_recompute_open, reads_plan_file
+from ext.config.budget import missing_budget
+from ext.config.decide import reads_plan_file
 from ext.config.source import read_ds_config
 from ext.core.errors import ConfigError
 from ext.core.launch_env import check_launch_environment
@@ -150,7 +151,7 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
             num_layers=None if isinstance(model, PlacedPipelineModule) else len(inventory.names),
         )
     ]
-    problems += filter(None, (placement_problem(model, config), _missing_budget(config)))
+    problems += filter(None, (placement_problem(model, config), missing_budget(config, on_cpu=_is_on_cpu())))
     problems += [
         f"stage {stage} has no layers: {len(inventory.names)} layers on {num_stages} stages, bounds "
         f"{list(inventory.bounds)}. Use fewer stages or another partition_method."
@@ -178,17 +179,9 @@ def _on_all_ranks(problems: list[str], config: ExtConfig) -> list[str]:
     return together
 
 
-def _missing_budget(config: ExtConfig) -> str | None:
-    recompute = config.recompute
-    if recompute is None or recompute.memory_budget_gib is not None or not leaves_recompute_open(config):
-        return None
+def _is_on_cpu() -> bool:
     device: Any = get_accelerator()
-    if device.device_name() != "cpu":
-        return None
-    return (
-        f"{BUDGET_KEY}: missing. On CPU the policy '{recompute.policy.type}' needs it, as the ranks share one "
-        "memory. Give the GiB of one rank: one number, or a list with one per stage."
-    )
+    return device.device_name() == "cpu"
 
 
 def raise_if_any(problems: list[str]) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 from ext.adapters.deepspeed import resolve
 from ext.adapters.deepspeed.profiling import profile_stages
 from ext.adapters.deepspeed.states import optimizer_tensors, predicted_states, state_tensors
-from ext.config.decide import BUDGET_KEY, budgets_in_bytes, needs_profile
+from ext.config import budget
+from ext.config.decide import budgets_in_bytes, needs_profile
 from ext.core.errors import OutOfMemoryError
 from ext.pipeline.memory_table import StageMemory, amount, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
-from ext.recompute.stage_aware import BudgetError
 from ext.runtime.channels import as_tuple
 from ext.runtime.live_bytes import LiveBytes, storage_bytes
 from ext.runtime.profile import ReplayedIterator
@@ -135,21 +135,7 @@ class MemoryWatch:
 
     def _check_budgets(self) -> None:
         """A budget is kept under every policy, or nothing runs."""
-        over = [row for row in self.rows if self._has_given_budget and row.exceeds]
-        if over:
-            raise BudgetError(
-                *(
-                    f"{BUDGET_KEY}: stage {row.stage} needs {amount(row.total)} under the policy "
-                    f"{self._engine.resolution.policy}, the budget is {amount(row.budget or 0)}."
-                    for row in over
-                ),
-                self._change(over[0]),
-            )
-
-    @property
-    def _has_given_budget(self) -> bool:
-        recompute = self._engine.ext_config.recompute
-        return recompute is not None and recompute.memory_budget_gib is not None
+        budget.check_budgets(self._engine.ext_config, self.rows, self._engine.resolution.policy, self._change)
 
     # -- in the first step ---------------------------------------------------------------------------------
 
@@ -197,7 +183,9 @@ class MemoryWatch:
         for stage, measured, allocated in pipeline:
             self.rows[stage] = replace(self.rows[stage], measured=measured, allocated=allocated)
         self._announce("measured " + table(self.rows))
-        over = [row for row in self.rows if self._has_given_budget and _most_seen(row) > (row.budget or 0)]
+        over = [
+            row for row in self.rows if budget.is_given(self._engine.ext_config) and _most_seen(row) > (row.budget or 0)
+        ]
         guard = self._engine.guard
         guard.start_step()
         guard.agree(OutOfMemoryError(self._story(over[0], "held more than its budget")) if over else None)
@@ -226,9 +214,9 @@ class MemoryWatch:
 
     def _story(self, row: StageMemory, what: str) -> str:
         measured = _most_seen(row)
-        budget = "" if row.budget is None else f", the budget is {amount(row.budget)}"
+        limit = "" if row.budget is None else f", the budget is {amount(row.budget)}"
         held = f"{amount(measured)} were measured" if measured else "nothing was measured"
-        return f"stage {row.stage} {what}: {amount(row.total)} were predicted, {held}{budget}. {self._change(row)}"
+        return f"stage {row.stage} {what}: {amount(row.total)} were predicted, {held}{limit}. {self._change(row)}"
 
     def _change(self, row: StageMemory) -> str:
         """The nearest change that fits; where more was measured than predicted, with room for the difference."""
@@ -237,7 +225,7 @@ class MemoryWatch:
             return "Recompute more layers, or take a smaller micro-batch."
         excess = max(0, _most_seen(row) - row.total)
         return nearest_change(
-            self._engine.resolution.schedule, self.profile, [max(1, budget - excess) for budget in budgets]
+            self._engine.resolution.schedule, self.profile, [max(1, given - excess) for given in budgets]
         )
 
     def _announce(self, text: str) -> None:

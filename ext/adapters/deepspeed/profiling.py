@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
@@ -17,7 +16,7 @@ from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.cost.profile import LOSS, LayerProfile
 from ext.runtime.channels import as_tuple
-from ext.runtime.profile import ProfiledLayer
+from ext.runtime.profile import ProfiledLayer, shared_profiles
 
 
 def profile_stages(engine: Any) -> list[tuple[LayerProfile, ...]]:
@@ -35,7 +34,8 @@ def profile_stages(engine: Any) -> list[tuple[LayerProfile, ...]]:
         layers.append(_profiled_loss(engine))
     with _untouched(engine), torch.no_grad(), layers_replaced(engine.module, layers):
         engine._exec_schedule(engine._inference_schedule(1))
-    return _shared(engine, tuple(layer.profile for layer in layers if layer.profile is not None))
+    mine = tuple(layer.profile for layer in layers if layer.profile is not None)
+    return shared_profiles(mine, engine.stage_id, engine.grid.get_pipe_parallel_group())
 
 
 def tied_parameters(module: PipelineModule) -> list[tuple[tuple[str, int], ...]]:
@@ -83,15 +83,6 @@ def _loss_of(loss_fn: Any, labels: Callable[[], Any], outputs: Any) -> Any:
 
 def _inputs_need_grad(engine: Any) -> list[bool]:
     return [tensor.requires_grad for tensor in as_tuple(engine.pipe_buffers["inputs"][0])]
-
-
-def _shared(engine: Any, mine: tuple[LayerProfile, ...]) -> list[tuple[LayerProfile, ...]]:
-    """The profiles of all stages of the first pipeline."""
-    pipeline: list[Any] = [None] * engine.num_stages
-    dist.all_gather_object(pipeline, (engine.stage_id, mine), group=engine.grid.get_pipe_parallel_group())
-    shared = [[layers for _, layers in sorted(pipeline, key=lambda entry: entry[0])]]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
 
 
 @contextmanager

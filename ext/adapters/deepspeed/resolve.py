@@ -41,7 +41,7 @@ def resolve(
     )
     plan, schedule = decision.plan, decision.schedule
     replaces = config.recompute is not None or schedule.recomputes_by_default or any(plan.recomputed_layers)
-    return Resolution(schedule, plan, decision.policy, decision.chosen, replaces)
+    return Resolution(schedule, plan, decision.policy, decision.chosen, replaces_host_checkpointing=replaces)
 
 
 def summary(config: ExtConfig, resolution: Resolution | None) -> str:

@@ -186,7 +186,8 @@ class Annealer:
             chosen = self._random.choice((now - 1, now + 1, m, behind, behind + 1, behind + 2))
             return knobs._replace(in_flight=_with(knobs.in_flight, rank, max(1, min(m, chosen))))
         if pick < 0.68:
-            chosen = max(0, min(MAX_DEFERRED, knobs.deferred[rank] + step))
+            most = MAX_DEFERRED if self._space.splits_backward else 0
+            chosen = max(0, min(most, knobs.deferred[rank] + step))
             return knobs._replace(deferred=_with(knobs.deferred, rank, chosen))
         if pick < 0.88:
             chosen = max(0, min(MAX_EARLY, knobs.early[rank] + step))

@@ -46,6 +46,8 @@ def fitting_presets(space: Space, deadline: float = math.inf) -> dict[str, Prese
             schedule = cls(shape=shape)
         except ConfigError:
             continue  # not with so few micro-batches
+        if schedule.splits_backward and not space.splits_backward:
+            continue
         timed: list[Preset] = []
         for variant in _variants(schedule, space):
             if timed and time.monotonic() > deadline:

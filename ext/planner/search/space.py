@@ -58,6 +58,7 @@ class Space:
         latency, bandwidth: of a message between ranks, as in `Costs`.
         moves_layers: whether layers may go to other stages.
         recompute: which layers are recomputed; `open` leaves it to the search, a list by stage needs layers that stay.
+        splits_backward: whether weight gradients can wait for an action of their own.
     """
 
     models: Models
@@ -68,6 +69,7 @@ class Space:
     bandwidth: float = math.inf
     moves_layers: bool = True
     recompute: Literal["open", "none", "all"] | tuple[int, ...] = "open"
+    splits_backward: bool = True
     _stages: dict[tuple[int, int, int, int], StageNumbers | None] = field(default_factory=dict, repr=False)
 
     @property
