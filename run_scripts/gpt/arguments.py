@@ -20,6 +20,7 @@ class Arguments:
 
     config: Path
     pipeline_stages: int | None
+    tensor_parallel: int
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -69,6 +70,7 @@ def parse(argv: list[str] | None = None) -> Arguments:
     add = parser.add_argument
     add("--config", "--deepspeed_config", type=Path, default=DEFAULT_CONFIG, help="ds_config.json")
     add("--pipeline-stages", type=int, help="default: pipeline.stages of the ds_config, else one stage per rank")
+    add("--tensor-parallel", type=int, default=1, help="ranks that share each layer")
     add("--num-layers", type=int, default=8, help="transformer blocks")
     add("--hidden-size", type=int, default=128)
     add("--num-heads", type=int, default=4)
@@ -113,7 +115,7 @@ def parse(argv: list[str] | None = None) -> Arguments:
 def _problems(arguments: Arguments) -> Iterator[str]:
     at_least_one = (
         "num_layers hidden_size num_heads seq_length vocab_size num_experts top_k expert_parallel pipeline_stages "
-        "steps eval_batches log_every keep_checkpoints world_size"
+        "tensor_parallel steps eval_batches log_every keep_checkpoints world_size"
     )
     for names, minimum in ((at_least_one, 1), ("warmup_steps eval_every save_every seed", 0)):
         for name in names.split():
@@ -130,6 +132,14 @@ def _problems(arguments: Arguments) -> Iterator[str]:
             f"the nearest are {_multiples(arguments.hidden_size, arguments.num_heads)}."
         )
 
+    shared = arguments.tensor_parallel
+    if shared > 1 and arguments.num_heads % shared:
+        yield (
+            f"--tensor-parallel: {shared} ranks cannot share {arguments.num_heads} attention heads evenly. Use a "
+            f"divisor of {arguments.num_heads}, or other --num-heads."
+        )
+    if shared > 1 and arguments.num_experts is not None:
+        yield "--tensor-parallel: this job shares no layers with experts. Remove it, or --num-experts."
     experts, ranks = arguments.num_experts, arguments.expert_parallel
     if experts is not None and arguments.top_k > experts:
         yield f"--top-k: {arguments.top_k} experts per token, --num-experts gives {experts}. Lower it or give more."

@@ -34,13 +34,15 @@ def check(arguments: Arguments) -> tuple[dict[str, Any], int]:
     ds_config = read_ds_config(arguments.config)
     world_size = arguments.world_size if arguments.check else int(os.environ["WORLD_SIZE"])
     num_stages = _num_stages(arguments, ds_config, world_size)
-    problems = [*_own_problems(arguments, ds_config, num_stages, world_size // num_stages)]
+    replicas = world_size // (num_stages * arguments.tensor_parallel)
+    problems = [*_own_problems(arguments, ds_config, num_stages, replicas)]
     problems += map(
         str,
         check_config(
             ds_config,
             world_size=world_size,
             pipeline_stages=num_stages,
+            tensor_parallel=arguments.tensor_parallel,
             num_layers=arguments.num_layers + NUM_OTHER_LAYERS,
         ),
     )
@@ -82,7 +84,7 @@ def _num_stages(arguments: Arguments, ds_config: Mapping[str, Any], world_size: 
         return arguments.pipeline_stages
     stages = _option(ds_config, "pipeline", "stages", "auto")
     if stages == "auto":
-        return world_size
+        return max(1, world_size // arguments.tensor_parallel)
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise ConfigError(f"pipeline.stages: found {stages!r}; allowed: a whole number above 0, or 'auto'.")
     return stages
@@ -102,11 +104,22 @@ def _own_problems(
             f"--expert-parallel: {arguments.expert_parallel} ranks do not divide the {data_parallel} "
             f"replicas. Use a divisor of {data_parallel}."
         )
+    if arguments.tensor_parallel > 1 and _partition(ds_config) == "recompute_aware":
+        yield (
+            "ext.pipeline.partition: 'recompute_aware' measures the layers on one rank, which cannot run layers that "
+            "--tensor-parallel shares. Use 'uniform', or a list of layers per stage."
+        )
     if arguments.num_layers < num_stages:
         yield (
             f"--num-layers: {arguments.num_layers} transformer blocks cannot fill {num_stages} pipeline stages. "
             f"Use more layers or fewer stages."
         )
+
+
+def _partition(ds_config: Mapping[str, Any]) -> Any:
+    block = ds_config.get("ext")
+    partition = _option(block, "pipeline", "partition", None) if isinstance(block, dict) else None
+    return partition.get("type") if isinstance(partition, dict) else partition
 
 
 def _option(ds_config: Mapping[str, Any], block: str, key: str, default: Any) -> Any:

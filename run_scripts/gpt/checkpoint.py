@@ -235,9 +235,9 @@ def _verify(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
 
 def _compare(written: Mapping[str, Any], current: Mapping[str, Any], folder: Path) -> None:
     problems = [
-        f"{folder} was written with {name} {written.get(name)}, this run has {value}"
-        for name, value in current.items()
-        if written.get(name) != value
+        f"{folder} was written with {name} {written.get(name)}, this run has {current.get(name)}"
+        for name in {**current, **written}
+        if written.get(name) != current.get(name)
     ]
     if problems:
         raise ConfigError(*problems)

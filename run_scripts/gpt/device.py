@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+_STREAM = "stream of "
 
 
 def _accelerator() -> Any:
@@ -31,11 +34,12 @@ def peak_memory_bytes() -> int:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """What dropout draws from, on CPU and device."""
+    """What dropout draws from: on CPU and device, and the named streams of tensor-parallel layers."""
     state = {"cpu": torch.get_rng_state()}
     if not is_cpu():
         state["device"] = _accelerator().get_rng_state()
-    return state
+    streams = get_cuda_rng_tracker().get_states()
+    return state | {_STREAM + name: stream for name, stream in streams.items()}
 
 
 def restore_random_state(state: dict[str, torch.Tensor]) -> None:
@@ -43,3 +47,5 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if not is_cpu():
         _accelerator().set_rng_state(state["device"])
+    streams = {name.removeprefix(_STREAM): stream for name, stream in state.items() if name.startswith(_STREAM)}
+    get_cuda_rng_tracker().set_states(streams)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
@@ -26,7 +25,7 @@ import ext
 from ext.adapters.deepspeed.report import StepReport
 from ext.config.batch import read_batch
 from ext.core.errors import ConfigError
-from gpt import corpus, device, model, sampling
+from gpt import corpus, device, model, sampling, tensor_parallel
 from gpt.arguments import RUNS, Arguments
 from gpt.check import vocabulary
 from gpt.checkpoint import LATEST, Checkpoints, find_intact
@@ -62,6 +61,8 @@ def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int
     with together(lambda: JsonLog(arguments.log_json if is_first else None)) as log:
         config, data = together(lambda: _load_data(arguments, num_stages))
         settings = {**asdict(config), "pipeline stages": num_stages, "ranks": dist.get_world_size()}
+        if arguments.tensor_parallel > 1:
+            settings["tensor-parallel ranks"] = arguments.tensor_parallel
         intact = None if arguments.resume is None else find_intact(output / "checkpoints", settings)
         sample = _sample(arguments, ds_config, num_stages, data)
         engine = _engine(arguments, ds_config, config, num_stages, sample, output)
@@ -96,8 +97,12 @@ def _engine(
     output: Path,
 ) -> Any:
     with _host_messages(arguments.verbose):
-        module = model.build(config, num_stages, arguments.seed, ds_config, sample)
-    torch.manual_seed(arguments.seed + 1 + dist.get_rank())  # of dropout
+        if arguments.tensor_parallel == 1:
+            module = model.build(config, num_stages, arguments.seed, ds_config, sample)
+        else:
+            shared_by = arguments.tensor_parallel
+            module = tensor_parallel.build(config, num_stages, shared_by, arguments.seed, ds_config, sample)
+    tensor_parallel.seed_dropout(arguments.seed + 1, arguments.tensor_parallel)
     learning_rate = WarmupCosine(arguments.warmup_steps, arguments.steps, arguments.lr_floor)
     os.environ["EXT_RUN_DIR"] = str(output)
     engine, *_ = ext.initialize(
@@ -114,7 +119,8 @@ def _sample(
     arguments: Arguments, ds_config: dict[str, Any], num_stages: int, data: corpus.Corpus
 ) -> tuple[Tensor, Tensor]:
     """One micro-batch, the same on every rank."""
-    micro_batch_size = read_batch(ds_config)[0].completed(dist.get_world_size() // num_stages).micro or 1
+    replicas = dist.get_world_size() // (num_stages * arguments.tensor_parallel)
+    micro_batch_size = read_batch(ds_config)[0].completed(replicas).micro or 1
     shape = BatchShape(arguments.seq_length, micro_batch_size, num_microbatches=1)
     return next(Sampler(data.train, shape, 0, arguments.seed).batches(0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -75,12 +76,16 @@ class Attention(nn.Module):
         self.out = _linear(config.hidden_size, config.hidden_size, _residual_std(config))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        batch, sequence, size = hidden.shape
-        qkv = self.qkv(hidden).view(batch, sequence, 3, self.num_heads, size // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, sequence, head size)
+        return self.out(self.mix(self.qkv(hidden)))
+
+    def mix(self, qkv: Tensor) -> Tensor:
+        """``(batch, sequence, 3 x heads x head size)`` to what the heads read, one after another."""
+        batch, sequence, _ = qkv.shape
+        # Each (batch, heads, sequence, head size).
+        query, key, value = qkv.view(batch, sequence, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, sequence, size))
+        return mixed.transpose(1, 2).reshape(batch, sequence, -1)
 
 
 class Mlp(nn.Sequential):
@@ -160,16 +165,33 @@ def build(
         ds_config: the whole ds_config.
         sample_batch: one micro-batch, for partitions that measure the layers.
     """
+    blocks = TransformerLayer.__name__
+    return build_from(layers(config), loss_fn, [blocks], seed, ds_config, sample_batch, num_stages=num_stages)
+
+
+def build_from(
+    specs: list[LayerSpec],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    blocks: list[str],
+    seed: int,
+    ds_config: dict[str, Any],
+    sample_batch: tuple[Tensor, Tensor],
+    **placement: Any,
+) -> PipelineModule:
+    """The same from other layers; ``blocks`` are the classes that can be recomputed.
+
+    ``placement`` is the ``num_stages`` or ``topology`` of a PipelineModule.
+    """
     module = ext.pipeline_module(
-        layers(config),
+        specs,
         config=ds_config,
         sample_batch=sample_batch,
-        num_stages=num_stages,
-        loss_fn=loss_fn,
-        checkpointable_layers=["TransformerLayer"],
+        loss_fn=loss,
+        checkpointable_layers=blocks,
         seed_layers=True,
         seed_fn=_seed_layer,
         base_seed=seed,
+        **placement,
     )
     # Else each forward would seed its layers from a count that no checkpoint holds, alike on all replicas.
     module.seed_layers = False

@@ -96,10 +96,15 @@ class PlanPipelineEngine(PipelineEngine):
         return loss
 
     def _count_all_stages_in_clip_norm(self) -> None:
-        # In fp32 without ZeRO the host counts the parameters of the first stage, and of others those marked as split.
-        if self.grid.get_slice_parallel_rank() == 0:
-            for parameter in self.module.parameters():
-                parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
+        # In fp32 without ZeRO the host counts the parameters of the first rank of a pipeline, and of the others those
+        # marked as split over tensor-parallel ranks, copies of tied ones included.
+        whole_counts_here = self.grid.get_slice_parallel_rank() == 0
+        for parameter in self.module.parameters():
+            counts = whole_counts_here or getattr(parameter, "tensor_model_parallel", False)
+            is_copy = getattr(parameter, "ds_pipe_replicated", False)
+            parameter.model_parallel = counts and not is_copy
+            if is_copy:
+                parameter.tensor_model_parallel = False
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self.watchdog.step("evaluation"):
