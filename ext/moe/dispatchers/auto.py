@@ -10,15 +10,14 @@ from torch import Tensor
 
 from ext.comm.agree import extremes
 from ext.comm.topology import RankGroup
-from ext.core.replay import remember
-from ext.moe.dispatchers.base import Dispatcher
-from ext.moe.dispatchers.by_mode import ChosenState
+from ext.moe.dispatchers.base import Dispatcher, Routes
+from ext.moe.dispatchers.choosing import ChoosingDispatcher
 from ext.moe.probe import Probe, Table, measured
 
 logger = logging.getLogger(__name__)
 
 
-class AutoDispatcher(Dispatcher):
+class AutoDispatcher(ChoosingDispatcher):
     """Measures both on its first call (per number of choices and mode), then chooses by size; linear within 2 %."""
 
     def __init__(
@@ -37,41 +36,24 @@ class AutoDispatcher(Dispatcher):
         self._probe_file = probe_file
         self._reasons: dict[str, str] = {}
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_probs: Tensor,
-        *,
-        capacity: int | None = None,
-        locations: Tensor | None = None,
-        max_tokens: int | None = None,
-    ) -> tuple[Tensor, list[int], ChosenState]:
-        chosen = remember(lambda: self._choose(x, topk_ids.shape[1], capacity, max_tokens))
-        rows, per_expert, state = chosen.dispatch(
-            x, topk_ids, topk_probs, capacity=capacity, locations=locations, max_tokens=max_tokens
-        )
-        return rows, per_expert, ChosenState(chosen, state)
-
-    def combine(self, expert_output: Tensor, state: ChosenState) -> Tensor:
-        return state.dispatcher.combine(expert_output, state.inner)
-
     def describe(self) -> str:
         if not self._reasons:
             return "auto (not measured yet)"
         return f"auto ({'; '.join(self._reasons.values())})"
 
-    def _choose(self, x: Tensor, k: int, capacity: int | None, max_tokens: int | None) -> Dispatcher:
+    def _choose(self, x: Tensor, routes: Routes) -> Dispatcher:
         row = x.shape[1] * x.element_size()
-        if capacity is not None:
-            size = self.num_experts * capacity * row
+        k = routes.ids.shape[1]
+        if routes.capacity is not None:
+            size = self.num_experts * routes.capacity * row
         else:
-            if max_tokens is None:
-                (max_tokens,), _ = extremes(torch.tensor([x.shape[0]], device=x.device), self.group.process_group)
-            size = max_tokens * k * row
-        table = self._table(x, k, capacity is None)
+            most = routes.max_tokens
+            if most is None:
+                (most,), _ = extremes(torch.tensor([x.shape[0]], device=x.device), self.group.process_group)
+            size = most * k * row
+        table = self._table(x, k, routes.capacity is None)
         is_two_level = table.prefers_hierarchical(size)
-        self._tell("dropless" if capacity is None else "with a capacity", size, table, is_two_level)
+        self._tell("dropless" if routes.capacity is None else "with a capacity", size, table, is_two_level)
         return self.hierarchical if is_two_level else self.linear
 
     def _table(self, x: Tensor, k: int, is_dropless: bool) -> Table:

@@ -24,6 +24,17 @@ from ext.moe.dispatchers.rows import (
 )
 
 
+@dataclass(frozen=True)
+class Routes:
+    """Where the tokens of one call go; see `Dispatcher.dispatch`."""
+
+    ids: Tensor
+    probs: Tensor
+    capacity: int | None
+    locations: Tensor | None
+    max_tokens: int | None
+
+
 class Dispatcher(ABC):
     """Takes tokens to the ranks of their experts and the results back. Holds nothing of a batch.
 
@@ -45,7 +56,6 @@ class Dispatcher(ABC):
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
 
-    @abstractmethod
     def dispatch(
         self,
         x: Tensor,
@@ -72,6 +82,10 @@ class Dispatcher(ABC):
             (rows, hidden), by local expert, then by source rank, then in the order of tokens. Then the rows
             of each local expert, and the state that `combine` needs.
         """
+        return self._dispatch(x, Routes(topk_ids, topk_probs, capacity, locations, max_tokens))
+
+    @abstractmethod
+    def _dispatch(self, x: Tensor, routes: Routes) -> tuple[Tensor, list[int], Any]: ...
 
     @abstractmethod
     def combine(self, expert_output: Tensor, state: Any) -> Tensor:
@@ -112,26 +126,18 @@ class ExchangeDispatcher(Dispatcher):
         self.exchange = exchange
         self._description = description
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_probs: Tensor,
-        *,
-        capacity: int | None = None,
-        locations: Tensor | None = None,
-        max_tokens: int | None = None,
-    ) -> tuple[Tensor, list[int], ExchangeState]:
-        if capacity is None:
-            return self._dispatch_all(x, topk_ids, topk_probs)
+    def _dispatch(self, x: Tensor, routes: Routes) -> tuple[Tensor, list[int], ExchangeState]:
+        if routes.capacity is None:
+            return self._dispatch_all(x, routes.ids, routes.probs)
+        ids, capacity, locations = routes.ids, routes.capacity, routes.locations
         if locations is None:
-            locations = count_locations(topk_ids, self.num_experts)
-        fits = (topk_ids >= 0) & (locations < capacity)
-        slots = torch.where(fits, topk_ids * capacity + locations, -1)
+            locations = count_locations(ids, self.num_experts)
+        fits = (ids >= 0) & (locations < capacity)
+        slots = torch.where(fits, ids * capacity + locations, -1)
         layout = slotted_layout(slots, self.num_experts * capacity)
         buffer = scatter_rows(x, layout).view(self.group.size, self.num_local_experts, capacity, x.shape[1])
         rows = [self.group.size * capacity] * self.num_local_experts
-        return self.exchange.even(buffer), rows, ExchangeState(layout, topk_probs)
+        return self.exchange.even(buffer), rows, ExchangeState(layout, routes.probs)
 
     def combine(self, expert_output: Tensor, state: ExchangeState) -> Tensor:
         plan = state.plan

@@ -10,7 +10,7 @@ from torch import Tensor
 from ext.comm.all_to_all import LinearExchange, Plan
 from ext.comm.topology import NodeGroups, RankGroup
 from ext.core.replay import remember
-from ext.moe.dispatchers.base import Dispatcher, ExchangeDispatcher, ExchangeState
+from ext.moe.dispatchers.base import Dispatcher, ExchangeDispatcher, ExchangeState, Routes
 from ext.moe.dispatchers.rows import Layout, gather_rows, scatter_rows, sorted_layout, sorted_routes
 
 
@@ -66,18 +66,10 @@ class DeduplicatedDispatcher(Dispatcher):
             nodes.inside, self._per_node * self._num_nodes, LinearExchange(nodes.intra_node), description
         )
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_probs: Tensor,
-        *,
-        capacity: int | None = None,
-        locations: Tensor | None = None,
-        max_tokens: int | None = None,
-    ) -> tuple[Tensor, list[int], DeduplicatedState]:
-        if capacity is not None:
+    def _dispatch(self, x: Tensor, routes: Routes) -> tuple[Tensor, list[int], DeduplicatedState]:
+        if routes.capacity is not None:
             raise ValueError("a capacity leaves nothing to de-duplicate; use an ExchangeDispatcher")
+        topk_ids, topk_probs = routes.ids, routes.probs
         route: _Route = remember(lambda: self._route(topk_ids))
         copies = route.layout.sources
         tokens = torch.div(copies, topk_ids.shape[1], rounding_mode="floor")
