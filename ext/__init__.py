@@ -37,7 +37,8 @@ def pipeline_module(layers: Any, *, config: Any, sample_batch: Any = None, **kwa
     Args:
         layers: as for PipelineModule.
         config: the ds_config: a dictionary, a path, or base64 text.
-        sample_batch: inputs and labels of one micro-batch; ``recompute_aware`` measures the layers with it.
+        sample_batch: inputs and labels of one micro-batch; ``recompute_aware`` and ``auto`` measure the layers with
+            it.
         kwargs: as for PipelineModule: ``num_stages`` or ``topology``, ``loss_fn``, ...
 
     Raises:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from ext.config.model import ExtConfig
 from ext.core.errors import ConfigError
+from ext.cost.profile import LayerProfile
+from ext.cost.states import StateBytes
 from ext.pipeline.build import build_plan, default_recompute
 from ext.pipeline.memory_table import GIB, amount
+from ext.pipeline.partition import Bounds, Parts
 from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.schedule import SCHEDULES, Schedule
 from ext.pipeline.schedules.auto import Auto
@@ -118,6 +122,43 @@ def _from_file(
     return Decision(schedule, plan, "as in the plan's file")
 
 
+def place_by_search(
+    config: ExtConfig,
+    schedule: Auto,
+    layers: Sequence[LayerProfile],
+    loss: LayerProfile | None,
+    states: StateBytes,
+    budgets: Sequence[float],
+    start: Bounds,
+) -> Bounds:
+    """Where a search for the schedule `auto` puts the layers when these may move too.
+
+    Args:
+        config: the user's.
+        schedule: of the pipeline.
+        layers: of the whole model.
+        loss: what the last stage computes behind its layers.
+        states: bytes of parameters, gradients and optimizer.
+        budgets: bytes that each rank may hold, by stage.
+        start: a layout to begin with.
+
+    Raises:
+        BudgetError: nothing that was tried keeps the budgets.
+    """
+    parts = Parts(layers, loss, len(budgets), states)
+    counts = tuple(stop - first for first, stop in zip(start, start[1:], strict=False))
+    recompute = _fixed_recompute(config)
+    space = Space(
+        models=lambda rank, first, stop: parts.model(first, stop, may_recompute=True),
+        layers_per_stage=counts,
+        num_microbatches=schedule.shape.num_microbatches,
+        budgets=tuple(budgets),
+        moves_layers=not isinstance(recompute, tuple),
+        recompute=recompute,
+    )
+    return tuple(accumulate(_searched(config, schedule, space).layout.layers, initial=0))
+
+
 def _by_search(
     config: ExtConfig,
     schedule: Auto,
@@ -127,7 +168,6 @@ def _by_search(
     splits_backward: bool,
 ) -> Decision:
     """What the search finds on the module's own layout; without budgets memory is taken to be enough."""
-    assert config.pipeline is not None
     stages = profile.models(lambda stage: True)
     space = Space(
         models=fixed_stages(stages),
@@ -138,13 +178,18 @@ def _by_search(
         recompute=_fixed_recompute(config),
         splits_backward=splits_backward,
     )
-    options = schedule.config
-    try:
-        chosen = search(space, seconds=options.search_seconds, seed=options.seed, tolerance=config.pipeline.tolerance)
-    except BudgetError as error:
-        raise BudgetError(*(f"{BUDGET_KEY}: {problem}" for problem in error.problems)) from None
+    chosen = _searched(config, schedule, space)
     kept = "as searched" if leaves_recompute_open(config) or config.recompute is None else config.recompute.policy.type
     return Decision(schedule, chosen.plan, f"{kept} (auto)", chosen)
+
+
+def _searched(config: ExtConfig, schedule: Auto, space: Space) -> Chosen:
+    assert config.pipeline is not None
+    options = schedule.config
+    try:
+        return search(space, seconds=options.search_seconds, seed=options.seed, tolerance=config.pipeline.tolerance)
+    except BudgetError as error:
+        raise BudgetError(*(f"{BUDGET_KEY}: {problem}" for problem in error.problems)) from None
 
 
 def _fixed_recompute(config: ExtConfig) -> Literal["open", "none", "all"] | tuple[int, ...]:

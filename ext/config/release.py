@@ -36,7 +36,7 @@ BUILT: dict[str, bool | dict[str, bool]] = {
         "module": True,
         "uniform": True,
         "recompute_aware": True,
-        "auto": False,
+        "auto": True,
         PER_STAGE: True,
     },
     "pipeline.tolerance": True,

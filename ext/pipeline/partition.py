@@ -124,7 +124,7 @@ def recompute_aware(
     """
     num_stages = len(schedule.rank_of)
     uniform_layers(len(layers), num_stages)
-    parts = _Parts(layers, loss, num_stages, states, max_unfinished_sends)
+    parts = Parts(layers, loss, num_stages, states, max_unfinished_sends)
     found = [
         layout
         for variant in schedule.variants()
@@ -139,7 +139,7 @@ def recompute_aware(
     return min(found, key=lambda layout: layout.step_time)
 
 
-class _Parts:
+class Parts:
     """Ranges of a model's layers as stages; equal ranges are looked at once."""
 
     def __init__(
@@ -148,7 +148,7 @@ class _Parts:
         loss: LayerProfile | None,
         num_stages: int,
         states: StateBytes,
-        max_unfinished_sends: int,
+        max_unfinished_sends: int = MAX_UNFINISHED_SENDS,
     ) -> None:
         self.layers = tuple(layers)
         self.end = () if loss is None else (loss,)
@@ -176,7 +176,7 @@ class _Search:
     def __init__(
         self,
         schedule: Schedule,
-        parts: _Parts,
+        parts: Parts,
         budgets: Sequence[float],
         allowed: Callable[[int, int], Sequence[int]],
     ) -> None:

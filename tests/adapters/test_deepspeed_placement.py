@@ -26,14 +26,17 @@ pytestmark = pytest.mark.dist
 GAS = 4
 
 
-def _config(partition: Any, **blocks: Any) -> dict[str, Any]:
+AUTO = {"type": "auto", "search_seconds": 0.3}
+
+
+def _config(partition: Any, schedule: Any = "1f1b", **blocks: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": GAS,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         "steps_per_print": 10**9,
-        "ext": {"pipeline": {"partition": partition}, **blocks},
+        "ext": {"pipeline": {"partition": partition, "schedule": schedule}, **blocks},
     }
 
 
@@ -64,6 +67,9 @@ def _layouts(rank: int, world_size: int) -> dict[str, Any]:
             {"recompute": {"policy": "stage_aware", "memory_budget_gib": 600 * 2**-20}},
             batch(0),
         ),
+        "auto": (tied, "auto", {}, batch(0)),
+        "auto_schedule": (tied, "auto", {"schedule": AUTO}, batch(0)),
+        "auto_without_sample": (tied, "auto", {}, None),
     }
     for name, (model, partition, blocks, sample) in cases.items():
         config = _config(partition, **blocks)
@@ -87,6 +93,8 @@ def test_every_layout_holds_each_layer_and_trains_alike():
     assert results["thirty_blocks"][1] == {"type": "uniform", "layers_per_stage": [9, 8, 7, 8]}
     assert results["uniform"][3] == [0, 3, 5, 6, 9]
     assert results["layers"][3] == [0, 3, 4, 8, 9]
+    assert results["auto_without_sample"][3] == results["module"][3]
+    assert results["auto"][1]["type"] == results["auto_schedule"][1]["type"] == "auto"
     assert results["blocks"][3] == [0, 2, 4, 6, 9]
     whole = sum(p.numel() for spec in transformer(tied=True) for p in spec.build().parameters())
     for name, (losses, partition, _, bounds) in results.items():
@@ -136,6 +144,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     note("shrunk", lambda: _module(shrunk, uniform, 2))
     note("both", lambda: _module(layers, uniform, 2, partition_method="parameters"))
     note("sum", lambda: _module(layers, _config([2, 2]), 2))
+    note("searched", lambda: _module(layers, _config("auto"), 2, sample_batch=batch(0), partition_method="uniform"))
     note("stages", lambda: _module(layers, _config([2, 2, 3]), 2))
     note("no_sample", lambda: _module(layers, _config("recompute_aware"), 2))
     note("too_few", lambda: _module(layers[:1], uniform, 2))
@@ -153,6 +162,7 @@ def test_what_cannot_be_placed_is_refused_on_every_rank():
     assert "do not hold each of the 7 layers once: stage 0 holds 0 to 2, stage 1 holds 3 to 5" in texts["lost"]
     assert "A layer builds something else than its spec says." in texts["shrunk"]
     assert "'uniform' and partition_method='parameters' both place the layers" in texts["both"]
+    assert "'auto' and partition_method='uniform' both place the layers" in texts["searched"]
     assert "2 + 2 = 4 layers, the model has 7 layers and 5 blocks 'Layer'. Make the sum 7 or 5." in texts["sum"]
     assert "3 numbers given, the pipeline has 2 stages" in texts["stages"]
     assert "sample_batch=(inputs, labels)" in texts["no_sample"]
@@ -161,7 +171,7 @@ def test_what_cannot_be_placed_is_refused_on_every_rank():
         "InfeasibleError: no layout of 7 layers on 2 stages fits budgets of 1.049 KiB"
     )
     assert "'per_stage' places layers while the module is built" in texts["other"]
-    for name in ("both", "sum", "stages", "no_sample", "too_few", "other"):
+    for name in ("both", "searched", "sum", "stages", "no_sample", "too_few", "other"):
         assert texts[name].startswith("ConfigError: ext.pipeline.partition: "), texts[name]
 
 

@@ -15,7 +15,7 @@ from ext.adapters.deepspeed.specs import count_parameters, profile_specs
 from ext.config import ExtConfig
 from ext.config.blocks import Partition
 from ext.config.check import Launch, microbatches_per_step
-from ext.config.decide import allowed_counts, budgets_in_bytes, make_schedule
+from ext.config.decide import allowed_counts, budgets_in_bytes, make_schedule, place_by_search
 from ext.config.release import PER_STAGE
 from ext.config.source import read_ds_config
 from ext.config.states import precision, state_bytes
@@ -23,8 +23,10 @@ from ext.core.errors import ConfigError, ExtError
 from ext.pipeline.memory_table import amount
 from ext.pipeline.partition import Bounds, listed_bounds, recompute_aware, uniform_bounds
 from ext.pipeline.plan import PipelineShape
+from ext.pipeline.schedules.auto import Auto
 
 KEY = "ext.pipeline.partition"
+AUTO = "auto"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -49,15 +51,19 @@ class PlacedPipelineModule(PipelineModule):
     ) -> None:
         self._source = type(self).ds_config if ds_config is None else ds_config, sample_batch
         super().__init__(*args, **kwargs)
-        del self._source  # The sample is not kept.
-        if self.placed_by.places_layers:
+        if self._places_layers():
             check_built(self)
+        del self._source  # The sample is not kept.
+
+    def _places_layers(self) -> bool:
+        # 'auto' takes what it can have: without a sample the layers stay where the host has them.
+        return self.placed_by.places_layers or (self.placed_by.type == AUTO and self._source[1] is not None)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         ds_config, sample_batch = self._source
         config = None if ds_config is None else ExtConfig.from_ds_config(ds_config)
         self.placed_by = partition_of(config)
-        if config is None or ds_config is None or not self.placed_by.places_layers:
+        if config is None or ds_config is None or not self._places_layers():
             super()._partition_layers(method)
             return
         try:
@@ -75,7 +81,8 @@ def pipeline_module(layers: Any, *, config: Any, sample_batch: Any = None, **kwa
     """See `ext.pipeline_module`."""
     ds_config = read_ds_config(config)
     partition = partition_of(ExtConfig.from_ds_config(ds_config))
-    if partition.places_layers and "partition_method" in kwargs:
+    places = partition.places_layers or (partition.type == AUTO and sample_batch is not None)
+    if places and "partition_method" in kwargs:
         raise ConfigError(
             f"{KEY}: '{partition.type}' and partition_method={kwargs['partition_method']!r} both place the layers. "
             "Remove one of them."
@@ -176,13 +183,9 @@ def _search(module: PlacedPipelineModule, config: ExtConfig, ds_config: dict[str
     device: Any = get_accelerator()
     device_bytes = None if device.device_name() == "cpu" else device.total_memory()
     budgets = budgets_in_bytes(config, num_stages, device_bytes) or [math.inf] * num_stages
-    layout = recompute_aware(
-        schedule,
-        layers,
-        loss,
-        state_bytes(ds_config, replicas),
-        budgets,
-        allowed=allowed_counts(config, schedule),
-        show=amount,
-    )
-    return layout.bounds
+    states = state_bytes(ds_config, replicas)
+    if module.placed_by.type == AUTO and isinstance(schedule, Auto):
+        start = uniform_bounds(names_of(module._layer_specs), num_stages)
+        return place_by_search(config, schedule, layers, loss, states, budgets, start)
+    allowed = allowed_counts(config, schedule)
+    return recompute_aware(schedule, layers, loss, states, budgets, allowed=allowed, show=amount).bounds
