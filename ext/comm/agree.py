@@ -1,8 +1,6 @@
-"""Small agreements between ranks, so that all of them go on, or all of them stop with one text."""
+"""A small agreement between ranks, so that all of them go on alike."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,13 +23,3 @@ def extremes(values: Tensor, group: ProcessGroup | None) -> tuple[list[int], lis
     numbers = both.tolist()
     half = len(numbers) // 2
     return numbers[:half], [-number for number in numbers[half:]]
-
-
-def gathered(values: Sequence[int], group: ProcessGroup | None, device: torch.device) -> list[list[int]]:
-    """The ``values`` of every rank, by rank of the group. Collective; for messages, not for the fast path."""
-    mine = torch.tensor(list(values), dtype=torch.int64, device=device)
-    if group is None or dist.get_world_size(group) == 1:
-        return [mine.tolist()]
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [row.tolist() for row in everyone]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ext.core.errors import ConfigError
 
-Key = tuple[tuple[int, ...], int]
+_KEY = "ext.moe.topology.ranks_per_node"
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,16 @@ def rank_groups(process_groups: Sequence[ProcessGroup | None], ranks_per_node: i
             emulated nodes, or where a host holds several islands of fast links.
 
     Raises:
-        ConfigError: on all ranks, where ``ranks_per_node`` does not divide the world or joins hosts.
+        ConfigError: on all ranks, where ``ranks_per_node`` differs between them, does not divide the world or joins
+            hosts.
     """
     alone = RankGroup.alone(dist.get_rank())
     mine = [() if g is None else tuple(dist.get_process_group_ranks(g)) for g in process_groups]
-    everyone: list[tuple[str, list[tuple[int, ...]]]] = [("", [])] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), mine))
-    nodes = _nodes([host for host, _ in everyone], ranks_per_node)
-    members = sorted({ranks for _, groups in everyone for ranks in groups if len(ranks) > 1})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), mine, ranks_per_node))
+    _refuse_different([given for *_, given in everyone])
+    nodes = _nodes([host for host, *_ in everyone], ranks_per_node)
+    members = sorted({ranks for _, groups, _ in everyone for ranks in groups if len(ranks) > 1})
     topologies = {ranks: topology_of(ranks, [nodes[rank] for rank in ranks]) for ranks in members}
     _create([topologies[ranks] for ranks in members if topologies[ranks].is_two_level])
     return [
@@ -137,21 +140,27 @@ def rank_groups(process_groups: Sequence[ProcessGroup | None], ranks_per_node: i
     ]
 
 
+def _refuse_different(given: list[int | None]) -> None:
+    """Nodes may read different config files."""
+    if len(set(given)) > 1:
+        each = ", ".join(f"{value or 'absent'} on rank {rank}" for rank, value in enumerate(given))
+        raise ConfigError(f"{_KEY}: differs between ranks: {each}. Give all ranks one config.")
+
+
 def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[str]:
     """The node of every global rank."""
     if ranks_per_node is None:
         return hosts
-    key = "ext.moe.topology.ranks_per_node"
     if ranks_per_node < 1 or len(hosts) % ranks_per_node:
         raise ConfigError(
-            f"{key}: {ranks_per_node} does not divide the world size {len(hosts)}. Give the number of ranks on "
+            f"{_KEY}: {ranks_per_node} does not divide the world size {len(hosts)}. Give the number of ranks on "
             "each node, or leave the key out to use the ranks' hosts."
         )
     for first in range(0, len(hosts), ranks_per_node):
         names = sorted(set(hosts[first : first + ranks_per_node]))
         if len(names) > 1:
             raise ConfigError(
-                f"{key}: {ranks_per_node} puts ranks {first} to {first + ranks_per_node - 1} on one node, but they "
+                f"{_KEY}: {ranks_per_node} puts ranks {first} to {first + ranks_per_node - 1} on one node, but they "
                 f"run on the hosts {', '.join(names)}. Give the number of ranks on each host, or leave the key out."
             )
     return [str(rank // ranks_per_node) for rank in range(len(hosts))]
@@ -190,7 +199,7 @@ class _Created:
 
     def __init__(self) -> None:
         self.world: ProcessGroup | None = None
-        self.groups: dict[Key, tuple[ProcessGroup | None, ProcessGroup | None]] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], tuple[ProcessGroup | None, ProcessGroup | None]] = {}
 
 
 _created = _Created()

@@ -83,8 +83,10 @@ def test_k_and_capacity_factor_of_a_call():
     routing = router(x, None, alone, top_k_of_call=1, capacity_factor=1.0)
     assert routing.selection.capacity == 8
     assert routing.probs.shape == (TOKENS, 1)
-    with pytest.raises(ConfigError, match=r"MoE layer 1\.moe: k = 7, allowed are 1 to 6"):
+    with pytest.raises(RoutingError, match=r"MoE layer 1\.moe: k = 7, allowed are 1 to 6"):
         router(x, None, alone, top_k_of_call=7)
+    with pytest.raises(RoutingError, match=r"k = 0, allowed are 1 to 6, .* capacity factor -1, allowed are finite"):
+        router(x, None, alone, top_k_of_call=0, capacity_factor=-1.0)
     with pytest.raises(ConfigError, match=r"MoE layer 1\.moe: k = 7, allowed are 1 to 6"):
         GateRouter(_gate(7), RouterConfig(), "1.moe")
 

@@ -189,10 +189,18 @@ def _bad_input(rank: int, world_size: int) -> list[str]:
     refused(RoutingError, lambda: layer(bad))
     refused(RoutingError, lambda: layer(x, top_k=1 + rank // 2))
     refused(RoutingError, lambda: layer(x, capacity_factor=1.0 + rank % 2))
-    refused(ConfigError, lambda: layer(x, top_k=9))
+    refused(RoutingError, lambda: layer(x.double() if rank == 1 else x))
+    # What one rank alone is given must not leave the others waiting.
+    refused(RoutingError, lambda: layer(x, top_k=9))
+    refused(RoutingError, lambda: layer(x, top_k=9 if rank == 0 else 2))
+    refused(RoutingError, lambda: layer(x, capacity_factor=float("nan") if rank % 2 else 1.0))
+    refused(RoutingError, lambda: layer(torch.ones(3, 9) if rank == 1 else x))
+    refused(RoutingError, lambda: layer(x, torch.ones(3) if rank == 3 else None))
     _run(layer, x, top_k=3, capacity_factor=2.0)  # and the layer still works
     refused(ConfigError, lambda: _converted(2, k=9))
     refused(ConfigError, lambda: _converted(4, "hierarchical", ranks_per_node=3))
+    refused(ConfigError, lambda: _converted(4, "hierarchical", ranks_per_node=1 + rank // 2))
+    refused(ConfigError, lambda: _converted(4, "linear" if rank else "hierarchical"))
     return texts
 
 
@@ -211,9 +219,16 @@ def test_the_layer_on_four_ranks():
         "MoE layer layer: the router's logits are NaN or infinite on rank 2: 1 of 7 tokens.",
         "different values of k: 1 on rank 0, 1 on rank 1, 2 on rank 2, 2 on rank 3.",
         "different values of capacity factor: 1 on rank 0, 2 on rank 1, 1 on rank 2, 2 on rank 3.",
+        "different values of dtype: torch.float32 on rank 0, torch.float64 on rank 1, torch.float32 on rank 2, ",
         "MoE layer layer: k = 9, allowed are 1 to 8, the number of experts.",
+        "MoE layer layer: rank 0: k = 9, allowed are 1 to 8, the number of experts.",
+        "MoE layer layer: ranks 1, 3: capacity factor nan, allowed are finite numbers from 0.",
+        "MoE layer layer: rank 1: tokens of width 9 and torch.float32, the layer takes floating-point tokens of width",
+        "MoE layer layer: rank 3: a mask of 3 used tokens for 8 tokens.",
         "MoE layer layer: k = 9, allowed are 1 to 8",
         "ext.moe.topology.ranks_per_node: 3 does not divide the world size 4.",
+        "ranks_per_node: differs between ranks: 1 on rank 0, 1 on rank 1, 2 on rank 2, 2 on rank 3. Give all ranks",
+        "ext.moe.dispatcher: differs between ranks: rank 0: {'type': 'hierarchical'",
     ]
     assert len(errors[0]) == len(expected)
     for text, part in zip(errors[0], expected, strict=True):

@@ -106,7 +106,11 @@ def _engine(schedule: str, ep_size: int, zero: int = 0, clip: float = 0.0, carri
     _reset_groups()
     options, precision = ext_config.pop("layer", {}), ext_config.pop("bf16", {"enabled": False})
     module = PipelineModule(
-        layers=_layers(ep_size, carries_aux, **options), num_stages=2, loss_fn=_loss, partition_method="uniform"
+        layers=_layers(ep_size, carries_aux, **options),
+        num_stages=2,
+        loss_fn=_loss,
+        partition_method="uniform",
+        activation_checkpoint_interval=ext_config.pop("host_interval", 0),
     )
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -175,7 +179,7 @@ MOST = [
     (UNEVEN, "shifted_critical_path", 2, 1, True, FULL),
 ]
 OTHERS = [
-    ({}, "gpipe", 2, 0, False, {}),
+    ({}, "gpipe", 2, 0, False, {"host_interval": 1}),
     ({}, "1f1b", 1, 1, False, FULL),
     (DROPLESS, "shifted_critical_path", 2, 1, True, FULL),
     (UNEVEN, "1f1b", 2, 0, True, {}),
@@ -185,9 +189,12 @@ OTHERS = [
 def _cases(rank: int, world_size: int, cases: list) -> int:
     import deepspeed
 
-    from ext.adapters.deepspeed import moe
+    from ext.adapters.deepspeed import moe, moe_gate
+    from ext.moe.agreement import agree
 
     deepspeed.init_distributed("gloo", verbose=False)
+    agreements = []
+    moe_gate.agree = lambda *args: agreements.append(args) or agree(*args)
     compared = 0
     for options, schedule, ep_size, zero, carries_aux, blocks in cases:
         loss, grads, norm = _oracle(**options)
@@ -195,6 +202,7 @@ def _cases(rank: int, world_size: int, cases: list) -> int:
         if not carries_aux:
             blocks = {**blocks, "moe": {"router": {"aux_loss_weight": AUX}}}
         engine = _engine(schedule, ep_size, zero, clip=norm / 4, carries_aux=carries_aux, layer=options, **blocks)
+        agreements.clear()
         found, changes = _step(engine)
         if carries_aux:
             assert found == pytest.approx(loss, rel=1e-5), where
@@ -204,7 +212,8 @@ def _cases(rank: int, world_size: int, cases: list) -> int:
             )
         assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5), where
         layers = moe.layers_of(engine)
-        # A re-run must not route again, nor be counted.
+        # A re-run must not route again, nor be counted; nor where DeepSpeed's own checkpointing makes it.
+        assert len(agreements) == GAS * len(layers), where
         assert [layer.router.statistics.num_calls for layer in layers] == [GAS] * len(layers), where
         compared += len(changes)
     return compared

@@ -14,10 +14,11 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
 from ext.adapters.deepspeed.moe_checkpoint import load_across_expert_sizes
-from ext.adapters.deepspeed.moe_gate import check_top_k
+from ext.adapters.deepspeed.moe_gate import top_k_problem
 from ext.adapters.deepspeed.moe_layer import DispatchMoE, DispatchMOELayer
 from ext.adapters.deepspeed.moe_monitor import keep_biases, report_each_step
 from ext.adapters.deepspeed.moe_norm import count_experts_once
+from ext.adapters.deepspeed.moe_rerun import remember_under_checkpointing
 from ext.comm.topology import RankGroup, rank_groups, topology_of
 from ext.core.errors import ConfigError
 from ext.moe.dispatcher import DISPATCHERS, DispatcherConfig
@@ -110,12 +111,15 @@ def connect(
     by_name = dict(
         zip(names, rank_groups([groups._get_expert_parallel_group(n) for n in names], ranks_per_node), strict=True)
     )
-    everyone: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(everyone, len(layers))
-    if not any(everyone):
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (len(layers), None if dispatcher is None else dispatcher.model_dump()))
+    if not any(count for count, _ in everyone):
         raise ConfigError(
             "ext.moe: the model has no layer of deepspeed.moe.layer.MoE. Use one, or remove the 'moe' block."
         )
+    if any(options != everyone[0][1] for _, options in everyone):
+        each = "; ".join(f"rank {rank}: {options}" for rank, (_, options) in enumerate(everyone))
+        raise ConfigError(f"ext.moe.dispatcher: differs between ranks: {each}. Give all ranks one config.")
     factory = DISPATCHERS.get("linear" if dispatcher is None else dispatcher.type)(dispatcher)
     built: dict[tuple[str, int], Dispatcher] = {}
     for layer in layers:
@@ -129,6 +133,7 @@ def connect(
         load_across_expert_sizes(engine)
         keep_biases(engine, layers)
     report_each_step(engine, layers)
+    remember_under_checkpointing(engine.module)
     return layers
 
 
@@ -173,11 +178,8 @@ def _problems(name: str, moe: MoE, num_stages: int) -> list[str]:
                 f"{where}: its gate is a {type(gate).__name__}, whose routing ext.moe would replace. Use "
                 "deepspeed.moe.sharded_moe.TopKGate, or remove the 'moe' block."
             )
-        else:
-            try:
-                check_top_k(gate.k, moe.num_experts, name)
-            except ConfigError as error:
-                found += error.problems
+        elif problem := top_k_problem(gate.k, moe.num_experts):
+            found.append(f"{where}: {problem}")
     if groups.mpu is not None and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
         found.append(f"{where}: ext.moe does not work with tensor parallelism yet. Remove the 'moe' block.")
     data_parallel = _world_size() // num_stages

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from deepspeed.moe.sharded_moe import TopKGate, gumbel_rsample, multiplicative_jitter
 from torch import Tensor
 from torch.nn import functional
 
+from ext.adapters.deepspeed.moe_rerun import in_backward
 from ext.comm.topology import RankGroup
 from ext.core.errors import ConfigError
 from ext.core.replay import is_replaying, remember
 from ext.moe import losses
-from ext.moe.agreement import CallShape, agree
+from ext.moe.agreement import Call, agree
 from ext.moe.router import RouterConfig
 from ext.moe.routing import Priority, Selection, kept_weights, select, top_k
 from ext.moe.statistics import RouterStatistics
@@ -56,7 +58,9 @@ class GateRouter:
         self.num_experts = gate.wg.weight.shape[0]
         self.statistics = RouterStatistics(self.num_experts)
         self.bias = torch.zeros(self.num_experts) if config.bias_rate else None
-        check_top_k(gate.k, self.num_experts, layer)
+        problem = top_k_problem(gate.k, self.num_experts)
+        if problem:
+            raise ConfigError(f"MoE layer {layer}: {problem}")
 
     def __call__(
         self,
@@ -76,21 +80,22 @@ class GateRouter:
             capacity_factor: of this call; absent: the gate's.
 
         Raises:
-            RoutingError: on all ranks, see `ext.moe.agreement.agree`.
-            ConfigError: more choices than experts.
+            RoutingError: on all ranks, also where only one of them is given what cannot work; see
+                `ext.moe.agreement.agree`.
         """
         gate = self.gate
-        k = gate.k if top_k_of_call is None else check_top_k(top_k_of_call, self.num_experts, self.layer)
+        k = gate.k if top_k_of_call is None else top_k_of_call
+        call = self._checked(x, used_tokens, k, capacity_factor)
+        if call.problem:
+            agree(call, x, group, self.layer)  # raises, and so does the agreement of the others
         logits = self._logits(x)
         weights = logits.softmax(1)
         # Random numbers are drawn in a re-run too, so that what follows finds the streams where they were.
         noise = self._noise(logits, k)
         random = torch.rand_like(weights) if self._priority(k) is Priority.RANDOM and gate.drop_tokens else None
-        decision: _Decision = remember(
-            lambda: self._decide(logits, weights, x.shape[1], k, used_tokens, group, capacity_factor, noise, random)
-        )
+        decision: _Decision = remember(lambda: self._decide(call, logits, weights, used_tokens, group, noise, random))
         selection = decision.selection
-        if not is_replaying() and not _in_backward():
+        if not is_replaying() and not in_backward():
             self.statistics.add(selection)
         probs = kept_weights(weights, selection, normalize=k > 1)
         return Routing(selection, probs, self._loss(logits, weights, selection, k, noise), decision.max_tokens)
@@ -109,30 +114,45 @@ class GateRouter:
         second = k == 2 and gate.top2_2nd_expert_sampling
         return gumbel_rsample(logits.shape, device=logits.device).to(logits.dtype) if first or second else None
 
+    def _checked(self, x: Tensor, used_tokens: Tensor | None, k: int, capacity_factor: float | None) -> Call:
+        """What this rank brings, with everything about it that cannot work. No communication."""
+        gate, hidden = self.gate, self.gate.wg.weight.shape[1]
+        factor = None
+        if gate.drop_tokens:
+            factor = gate.capacity_factor if gate.training else gate.eval_capacity_factor
+            factor = float(factor if capacity_factor is None else capacity_factor)
+        problems = [top_k_problem(k, self.num_experts)]
+        if factor is not None and not 0 <= factor < float("inf"):
+            problems.append(f"capacity factor {factor:g}, allowed are finite numbers from 0. Change it.")
+        if x.shape[1] != hidden or not x.is_floating_point():
+            problems.append(
+                f"tokens of width {x.shape[1]} and {x.dtype}, the layer takes floating-point tokens of width {hidden}. "
+                "Give its hidden size."
+            )
+        if used_tokens is not None and used_tokens.numel() != x.shape[0]:
+            problems.append(
+                f"a mask of {used_tokens.numel()} used tokens for {x.shape[0]} tokens. Give one entry for every token."
+            )
+        return Call(x.shape[0], k, factor, x.shape[1], x.dtype, " ".join(filter(None, problems)))
+
     @torch.no_grad()
     def _decide(
         self,
+        call: Call,
         logits: Tensor,
         weights: Tensor,
-        hidden: int,
-        k: int,
         used_tokens: Tensor | None,
         group: RankGroup,
-        capacity_factor: float | None,
         noise: Tensor | None,
         random: Tensor | None,
     ) -> _Decision:
-        gate = self.gate
-        if capacity_factor is None:
-            capacity_factor = gate.capacity_factor if gate.training else gate.eval_capacity_factor
-        factor = float(capacity_factor) if gate.drop_tokens else None
-        shape = CallShape(logits.shape[0], k, factor, hidden)
-        max_tokens = agree(shape, logits, group, self.layer)
+        max_tokens = agree(call, logits, group, self.layer)
         capacity = None
-        if factor is not None:
-            capacity = host_capacity(max_tokens, self.num_experts, factor * k, gate.min_capacity)
-        ids = self._choose(logits, weights, k, noise)
-        selection = select(ids, weights, self.num_experts, capacity, self._priority(k), used_tokens, random)
+        if call.capacity_factor is not None:
+            factor = call.capacity_factor * call.k
+            capacity = host_capacity(max_tokens, self.num_experts, factor, self.gate.min_capacity)
+        ids = self._choose(logits, weights, call.k, noise)
+        selection = select(ids, weights, self.num_experts, capacity, self._priority(call.k), used_tokens, random)
         return _Decision(selection, max_tokens)
 
     def _choose(self, logits: Tensor, weights: Tensor, k: int, noise: Tensor | None) -> Tensor:
@@ -175,20 +195,8 @@ def host_capacity(num_tokens: int, num_experts: int, factor: float, min_capacity
     return max(int(capacity), min_capacity)
 
 
-def check_top_k(k: int, num_experts: int, layer: str) -> int:
-    """``k``, if a token can choose so many experts.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not 1 <= k <= num_experts:
-        raise ConfigError(
-            f"MoE layer {layer}: k = {k}, allowed are 1 to {num_experts}, the number of experts. "
-            "Lower k or raise num_experts."
-        )
-    return k
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running: a forward that runs then is the host's recomputation."""
-    return torch._C._current_graph_task_id() != -1
+def top_k_problem(k: int, num_experts: int) -> str:
+    """Why a token cannot choose ``k`` experts; empty if it can."""
+    if isinstance(k, Integral) and 1 <= k <= num_experts:
+        return ""
+    return f"k = {k}, allowed are 1 to {num_experts}, the number of experts. Lower k or raise num_experts."
