@@ -92,7 +92,17 @@ def _of_cause(cause: Exception, key: str, value: Any) -> list[Problem]:
     """The problems that one of our own validators reported for the ``value`` under ``key``."""
     if isinstance(cause, Violations):
         # A name or a list stands for an object whose keys the user did not type.
-        return cause.under(key) if isinstance(value, dict) else [Problem(key, p.message) for p in cause.problems]
+        if isinstance(value, dict):
+            return cause.under(key)
+        # An option that is missing is typed in an object.
+        hint = f"write {{'type': {value!r}, ...}} with this option" if isinstance(value, str) else ""
+        return [
+            Problem(
+                key,
+                f"'{p.key}' is {p.message[:-1]}; {hint}." if p.message.startswith("missing") and hint else p.message,
+            )
+            for p in cause.problems
+        ]
     return [Problem(key, message) for message in (cause.problems if isinstance(cause, ConfigError) else [str(cause)])]
 
 

@@ -61,16 +61,18 @@ class Stage:
     """Consecutive layers on one stage, as the engine runs them.
 
     A recomputed layer keeps its inputs in place of what its backward needs. For every micro-batch in flight the
-    engine holds the stage's inputs, of which the first layer gets a copy, and its outputs until their gradient came.
+    engine holds the stage's inputs, and its outputs until their gradient came.
 
     Args:
         layers: in model order; on the last stage the loss is one of them.
         is_last: whether no outputs are sent on.
+        copies_inputs: whether the first layer gets a copy of the inputs, as from DeepSpeed.
     """
 
-    def __init__(self, layers: Sequence[LayerProfile], *, is_last: bool) -> None:
+    def __init__(self, layers: Sequence[LayerProfile], *, is_last: bool, copies_inputs: bool = True) -> None:
         self.layers = tuple(layers)
         self.is_last = is_last
+        self._copies_inputs = copies_inputs
         self._sizes: list[int] = []
         self._inputs: list[Storages] = []
         self._saved: list[Storages] = []
@@ -145,7 +147,10 @@ class Stage:
 
     def _after_forward(self, dropped: Sequence[int]) -> int:
         """Bytes that one micro-batch in flight holds."""
-        return self.input_bytes + self._bytes(self._outputs.union(*self._held(dropped)))
+        held = self._outputs.union(*self._held(dropped))
+        if self._copies_inputs:
+            return self.input_bytes + self._bytes(held)
+        return self._bytes(held.union(*self._inputs[:1]))
 
     def _working_set(self, dropped: Sequence[int]) -> int:
         """Bytes that a backward with the recompute inside holds beyond those it found.

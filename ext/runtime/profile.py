@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -38,7 +37,13 @@ class ReplayedIterator:
 
     def again(self) -> Iterator[Any]:
         """All of it from the start."""
-        return chain(self._given, self._iterator)
+        yield from self._given
+        while True:  # what hosts pass may have no more than a next
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                return
+            yield item
 
 
 class ProfiledLayer:

@@ -8,16 +8,20 @@ from typing import Any
 from ext.adapters.megatron import limits, resolve
 from ext.adapters.megatron.arguments import Request
 from ext.config import ExtConfig
+from ext.config.budget import missing_budget
+from ext.config.decide import BUDGET_KEY, reads_plan_file
 from ext.core.errors import ConfigError
+from ext.pipeline.plan import PipelineShape
 from ext.pipeline.schedule import SCHEDULES
 
 
-def problems(args: Any, request: Request) -> list[str]:
+def problems(args: Any, request: Request, *, on_cpu: bool = False) -> list[str]:
     """Every problem, empty where there is none.
 
     Args:
         args: Megatron's, as parsed and not yet validated: what the user typed, with defaults elsewhere.
         request: ours.
+        on_cpu: whether ranks share the memory of a host.
     """
     config = request.config
     if config is None:
@@ -27,12 +31,18 @@ def problems(args: Any, request: Request) -> list[str]:
         return experts
     schedule = SCHEDULES.get(resolve.schedule_type(config))
     recomputes = limits.recomputing_key(config.recompute is not None, schedule.recomputes_by_default)
-    splits = resolve.splits_backward(config)
+    try:
+        splits = resolve.splits_backward(config, _shape(args) if reads_plan_file(config) else None)
+    except ConfigError as error:  # of a plan file
+        return [f"{request.name(limits.SCHEDULE)}: {problem}" for problem in error.problems] + experts
     found = limits.problems(args, request.name, splits=splits, recomputes=recomputes)
     if splits and getattr(args, "transformer_impl", "local") != "local":
         found += limits.layers_that_cannot_split(["its layers"], request.name)
     found += _too_few_microbatches(args, config, schedule.min_microbatches, request.name)
     found += _wrong_lists(args, config, request.name)
+    missing = missing_budget(config, on_cpu=on_cpu)
+    if missing is not None:
+        found.append(missing.replace(BUDGET_KEY, request.name(BUDGET_KEY.removeprefix("ext."))))
     return found + experts
 
 
@@ -45,6 +55,15 @@ def _without_experts(args: Any, request: Request) -> Iterator[str]:
             f"{name}: needs --moe-token-dispatcher-type alltoall, found {args.moe_token_dispatcher_type}. Change it, "
             f"or remove {name}."
         )
+
+
+def _shape(args: Any) -> PipelineShape | None:
+    """Ranks and micro-batches of a step; None where Megatron's arguments make no sense or let the number grow."""
+    micro, replicas, stages = args.micro_batch_size, _data_parallel(args), args.pipeline_model_parallel_size
+    if not (micro and replicas and stages) or getattr(args, "rampup_batch_size", None):
+        return None
+    given = (args.global_batch_size or micro * replicas) // (micro * replicas)
+    return PipelineShape(stages, given) if given else None
 
 
 def _too_few_microbatches(args: Any, config: ExtConfig, needed: int, name: Callable[[str], str]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from ext.adapters.megatron import arguments
 from ext.adapters.megatron.arguments import Request
 from ext.adapters.megatron.moe import connect
 from ext.adapters.megatron.schedule import PlanForwardBackward
+from ext.adapters.megatron.states import ADAM_MOMENTS
 from ext.config import ExtConfig
 
 _host_get_forward_backward_func = schedules.get_forward_backward_func
@@ -29,12 +30,12 @@ class _Active:
     is_connected = False
 
 
-def activate(request: Request) -> None:
-    """From here on `get_forward_backward_func` obeys the request."""
+def activate(request: Request, moments: int = ADAM_MOMENTS) -> None:
+    """From here on `get_forward_backward_func` obeys the request; ``moments`` as in `PlanForwardBackward`."""
     config = _Active.config = request.config
     _Active.is_connected = False
     wanted = config is not None and config.needs_pipeline_model
-    _Active.function = PlanForwardBackward(config, request.name) if config is not None and wanted else None
+    _Active.function = PlanForwardBackward(config, request.name, moments) if config is not None and wanted else None
     if config is not None and config.moe is not None:
         patches.apply("megatron_token_dispatcher")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.training.arguments import parse_args as _host_parse_args  # pyright: ignore[reportMissingImports]
 
 from ext.adapters.megatron import check, host
+from ext.adapters.megatron.states import moments_of
 
 
 def parse_args(extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False) -> Any:
@@ -18,6 +20,6 @@ def parse_args(extra_args_provider: Callable[..., Any] | None = None, ignore_unk
     """
     request = host.given_request()
     args = _host_parse_args(host.with_our_flags(extra_args_provider), ignore_unknown_args)
-    check.raise_if_any(check.problems(args, request))
-    host.activate(request)
+    check.raise_if_any(check.problems(args, request, on_cpu=not torch.cuda.is_available()))
+    host.activate(request, moments_of(args))
     return args

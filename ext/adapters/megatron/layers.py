@@ -55,12 +55,10 @@ def transformer_layers(model: nn.Module) -> Sequence[nn.Module]:
 
 
 @contextmanager
-def forwards_replaced(
-    layers: Sequence[nn.Module], replace: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """While this lasts, ``replace(layer.forward)`` runs where a layer is called; modules, hooks and names stay."""
-    for layer in layers:
-        layer.forward = replace(layer.forward)
+def forwards_replaced(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """While this lasts, these run where the layers are called; modules, hooks and names stay."""
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = forward
     try:
         yield
     finally:
@@ -73,7 +71,8 @@ def statistics_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
     """What routers count and log inside is forgotten: a re-run counts nothing that its forward has not counted."""
     routers = [module for layer in layers for module in layer.modules() if isinstance(module, Router)]
     counts = [getattr(router, "local_tokens_per_expert", None) for router in routers]
-    logged = [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()] if routers else []
+    names = set(get_moe_layer_wise_logging_tracker())
+    logged = [get_moe_layer_wise_logging_tracker()[name]["values"] for name in names] if routers else []
     tensors = [tensor for tensor in (*counts, *logged) if tensor is not None]
     before = [tensor.clone() for tensor in tensors]
     try:
@@ -81,6 +80,8 @@ def statistics_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
+        for name in get_moe_layer_wise_logging_tracker().keys() - names if routers else ():
+            get_moe_layer_wise_logging_tracker()[name]["values"].zero_()
 
 
 def dropped(regions: MicrobatchRegions) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

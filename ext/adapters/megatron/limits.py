@@ -87,8 +87,13 @@ def problems(settings: Any, name: Callable[[str], str], *, splits: bool, recompu
     found = [_problem(limit, settings, f"{name(SCHEDULE)} or {name(RECOMPUTE)}") for limit in ALWAYS]
     if recomputes:
         found += [_problem(limit, settings, name(recomputes)) for limit in WITH_RECOMPUTE]
-    if splits:
-        found += [_problem(limit, settings, f"{name(SCHEDULE)} with a split backward") for limit in WITH_SPLIT]
+    texts = [text for text in found if text is not None]
+    return texts + (against_split(settings, name) if splits else [])
+
+
+def against_split(settings: Any, name: Callable[[str], str]) -> list[str]:
+    """What of ``settings`` cannot go with I and W apart; arguments as in `problems`."""
+    found = [_problem(limit, settings, f"{name(SCHEDULE)} with a split backward") for limit in WITH_SPLIT]
     return [text for text in found if text is not None]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +13,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from ext.adapters.megatron import arguments, check, limits, resolve
+from ext.adapters.megatron import arguments, check
 from ext.adapters.megatron.grad_sync import GradSync
 from ext.adapters.megatron.layers import transformer_layers
-from ext.adapters.megatron.linear import make_deferrable, undeferrable_layers
+from ext.adapters.megatron.planning import Plans
+from ext.adapters.megatron.states import ADAM_MOMENTS
 from ext.adapters.megatron.step import Call, Step
 from ext.adapters.megatron.support import unsupported
 from ext.config import ExtConfig
 from ext.core.errors import ConfigError, DataError
+from ext.pipeline import placement
+from ext.pipeline.build import forward_plan
+from ext.pipeline.memory_table import StageMemory
+from ext.pipeline.plan import Plan
 from ext.runtime.channels import Links
-from ext.runtime.guard import FailureGuard
 
 
 class PlanForwardBackward:
@@ -34,17 +38,20 @@ class PlanForwardBackward:
     Args:
         config: pipeline and recompute settings.
         name: how a dotted key is called in errors, for settings that came from flags.
+        moments: numbers that the optimizer keeps per parameter, for memory budgets.
     """
 
-    def __init__(self, config: ExtConfig, name: Callable[[str], str] = "ext.{}".format) -> None:
+    def __init__(
+        self, config: ExtConfig, name: Callable[[str], str] = "ext.{}".format, moments: int = ADAM_MOMENTS
+    ) -> None:
         check.raise_if_any(unsupported(config, tuple(flag.path for flag in arguments.flags()), name))
         self.config = config
         self.recomputes: dict[int, int] = {}
         self._name = name
-        self._resolutions: dict[int, resolve.Resolution] = {}
-        self._layers_per_stage: list[int] | None = None
+        self._moments = moments
+        self._plans: Plans | None = None
         self._links: Links | None = None
-        self._guard: FailureGuard | None = None
+        self._guards_steps = False
 
     def __call__(
         self,
@@ -78,13 +85,13 @@ class PlanForwardBackward:
         data_iterator = _only(data_iterator, "data_iterator")
         groups = _groups() if pg_collection is None else pg_collection
         host_config = get_model_config(chunk)
-        self._prepare(chunk, host_config, groups, num_microbatches, forward_only)
-        rank = dist.get_group_rank(groups.pp, dist.get_rank())
-        plan = self._resolutions[num_microbatches].plan if not forward_only else self._forward_plan(num_microbatches)
         call = Call(
             forward_step_func, data_iterator, chunk, host_config, num_microbatches, groups.cp.size(), forward_only,
             collect_non_loss_data, first_val_step,
         )  # fmt: skip
+        call = replace(call, data_iterator=self._prepare(call, groups))
+        rank = dist.get_group_rank(groups.pp, dist.get_rank())
+        plan = self._plan(call)
         sync = GradSync(host_config, chunk, rank, may_start_early=not plan.split_backwards)
         assert self._links is not None
         step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync)
@@ -103,57 +110,62 @@ class PlanForwardBackward:
             host_config.timers("forward-backward").stop()
         return step.store
 
+    @property
+    def memory(self) -> list[StageMemory]:
+        """Predicted memory of every stage, as `ext.memory_report` tells it; empty where nobody asked."""
+        return [] if self._plans is None else list(self._plans.rows)
+
     def describe(self) -> dict[str, Any]:
         """What is active, as `ext.describe` tells it of a DeepSpeed engine; empty values before the first step."""
-        resolution = next(iter(self._resolutions.values()), None)
-        plan = None if resolution is None else resolution.plan
+        decision = None if self._plans is None else self._plans.newest
+        plan = None if decision is None else decision.plan
         return {
             "active": True,
             "schedule": plan and plan.schedule,
-            "policy": resolution and resolution.policy,
-            "partition": {"type": "module", "layers_per_stage": self._layers_per_stage},
+            "policy": decision and decision.policy,
+            "partition": {"type": "module", "layers_per_stage": self._plans and self._plans.layers_per_stage},
             "dispatcher": None if self.config.moe is None else self.config.moe.dispatcher.type,
             "plan_hash": plan and plan.hash,
             "orders": {} if plan is None else dict(plan.to_json()),
             "recomputes": {str(stage): count for stage, count in self.recomputes.items()},
         }
 
-    def _prepare(self, model: nn.Module, host_config: Any, groups: Any, num_microbatches: int, only: bool) -> None:
-        """Everything that a call needs and an earlier one may have made."""
-        if self._layers_per_stage is None:
-            self._layers_per_stage = _count_layers(model, host_config, groups)
-            if groups.cp.size() == groups.tp.size() == host_config.expert_model_parallel_size == 1:
-                # Elsewhere ranks wait for each other inside a step; one that failed would wait for them in vain.
-                self._guard = FailureGuard()
-        if not only and num_microbatches not in self._resolutions:
-            resolution = resolve.resolve(self.config, self._layers_per_stage, num_microbatches)
-            splits = bool(resolution.plan.split_backwards)
-            recomputes = limits.recomputing_key(
-                self.config.recompute is not None, any(resolution.plan.recomputed_layers)
-            )
-            problems = limits.problems(host_config, self._name, splits=splits, recomputes=recomputes)
-            if splits:
-                problems += limits.layers_that_cannot_split(undeferrable_layers(model), self._name)
-                make_deferrable(model)
-            if problems:
-                raise ConfigError(*problems)
-            if dist.get_rank() == 0 and not self._resolutions:
-                print(resolve.summary(resolution), file=sys.stderr, flush=True)  # noqa: T201 - the promised line
-            self._resolutions[num_microbatches] = resolution
-        if self._links is None:
-            self._links = _open_links(model, groups, dynamic=host_config.variable_seq_lengths)
+    def _prepare(self, call: Call, groups: Any) -> Any:
+        """Everything that a call needs and an earlier one may have made.
 
-    def _forward_plan(self, num_microbatches: int) -> Any:
-        assert self._layers_per_stage is not None
-        return resolve.forward_plan(self._layers_per_stage, num_microbatches)
+        Returns:
+            What the step takes its micro-batches from.
+        """
+        host_config = call.config
+        if self._plans is None:
+            self._plans = Plans(self.config, self._name, call.model, host_config, groups, self._moments)
+            # Elsewhere ranks wait for each other inside a step; one that failed would wait for them in vain.
+            self._guards_steps = groups.tp.size() == groups.cp.size() == host_config.expert_model_parallel_size == 1
+        if self._links is None:
+            self._links = _open_links(call.model, groups, dynamic=host_config.variable_seq_lengths)
+        data = call.data_iterator
+        if not call.forward_only:
+            if self._plans.needs_profile:
+                data = self._plans.profile_with(call, self._links, groups.pp)
+            self._plans.of(call.num_microbatches)
+        return data
+
+    def _plan(self, call: Call) -> Plan:
+        assert self._plans is not None
+        if not call.forward_only:
+            return self._plans.of(call.num_microbatches).plan
+        layers = self._plans.layers_per_stage
+        return forward_plan(placement.linear(len(layers)), layers, call.num_microbatches)
 
     def _run(self, step: Step) -> None:
         """Run it; where it fails, leave nothing behind and fail on all ranks alike."""
         step.links.reset_shapes()
         if not step.call.forward_only:
             step.grad_sync.hold()
-        if self._guard is not None:
-            self._guard.start_step()
+        assert self._plans is not None
+        guard = self._plans.guard if self._guards_steps else None
+        if guard is not None:
+            guard.start_step()
         try:
             step.run()
         except Exception as error:
@@ -163,12 +175,12 @@ class PlanForwardBackward:
                     f"a step needs {step.call.num_microbatches} micro-batches, the data iterator gave "
                     f"{step.num_forwards}. Give it more data, or lower --global-batch-size or --eval-iters."
                 )
-            if self._guard is None:
+            if guard is None:
                 raise error
-            self._guard.agree(error)
+            guard.agree(error)
         else:
-            if self._guard is not None:
-                self._guard.agree(None)
+            if guard is not None:
+                guard.agree(None)
 
     def _abandon(self, step: Step) -> None:
         step.weight_grads.clear()
@@ -199,23 +211,6 @@ def _groups() -> Any:
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups
-
-
-def _count_layers(model: nn.Module, host_config: Any, groups: Any) -> list[int]:
-    """Transformer layers of every stage, as they were built.
-
-    Raises:
-        ConfigError: they are not as many as the host's config names.
-    """
-    counts: list[int] = [0] * groups.pp.size()
-    dist.all_gather_object(counts, len(transformer_layers(model)), group=groups.pp)
-    if sum(counts) != host_config.num_layers:
-        raise ConfigError(
-            f"--num-layers: {host_config.num_layers} layers asked, {counts} were built on {len(counts)} stages, "
-            f"{sum(counts)} in all. Give the stages their layers by --pipeline-model-parallel-layout or "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers."
-        )
-    return counts
 
 
 def _open_links(model: nn.Module, groups: Any, *, dynamic: bool) -> Links:

@@ -38,6 +38,34 @@ class Call:
     first_val_step: bool | None
 
 
+def host_forward(
+    call: Call,
+    function: Callable[..., Any],
+    data: Any,
+    inputs: Tensor | None,
+    store: list[Any],
+    microbatch: int,
+    *,
+    is_last: bool,
+) -> tuple[Any, Tensor]:
+    """Megatron's forward step of one micro-batch: the stage's outputs, on the last one the loss, and its tokens."""
+    is_first_microbatch = host.check_first_val_step(call.first_val_step, call.forward_only, microbatch == 0)
+    return host.forward_step(
+        function,
+        data,
+        call.model,
+        call.num_microbatches,
+        inputs,
+        store,
+        call.config,
+        call.context_parallel,
+        call.collect_non_loss_data,
+        is_first_microbatch=is_first_microbatch,
+        current_microbatch=microbatch,
+        is_last_stage=is_last,
+    )
+
+
 @dataclass
 class InFlight:
     """What a micro-batch keeps between its actions."""
@@ -97,19 +125,9 @@ class Step:
             assert isinstance(inputs, Tensor)
             flight.inputs = inputs if call.forward_only else inputs.requires_grad_()
         with self._layers_as_planned(stage, flight):
-            flight.outputs, num_tokens = host.forward_step(
-                self._forward_step_func(stage, microbatch),
-                call.data_iterator,
-                call.model,
-                call.num_microbatches,
-                flight.inputs,
-                self.store,
-                call.config,
-                call.context_parallel,
-                call.collect_non_loss_data,
-                is_first_microbatch=host.check_first_val_step(call.first_val_step, call.forward_only, microbatch == 0),
-                current_microbatch=microbatch,
-                is_last_stage=stage == self.plan.num_stages - 1,
+            function, is_last = self._forward_step_func(stage, microbatch), stage == self.plan.num_stages - 1
+            flight.outputs, num_tokens = host_forward(
+                call, function, call.data_iterator, flight.inputs, self.store, microbatch, is_last=is_last
             )
         self.num_forwards += 1
         self.num_tokens += num_tokens
@@ -167,12 +185,11 @@ class Step:
             return
         regions = flight.regions = MicrobatchRegions(self._trackers, partial(statistics_kept, self.layers))
         replace = dropped(regions)
+        forwards = [layer.forward for layer in self.layers[:count]]
         if self.plan.split_backwards:  # the re-run makes the graph that the backward walks
             queue = self.weight_grads
-            with forwards_replaced(self.layers[:count], lambda forward: replace(_intercepted(queue, forward))):
-                yield
-            return
-        with forwards_replaced(self.layers[:count], replace):
+            forwards = [_intercepted(queue, forward) for forward in forwards]
+        with forwards_replaced(self.layers[:count], [replace(forward) for forward in forwards]):
             yield
 
     # -- communication -------------------------------------------------------------------------------------

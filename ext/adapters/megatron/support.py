@@ -6,21 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import ext
-from ext.adapters.megatron.resolve import schedule_type, uses_profile
 from ext.config import ExtConfig
+from ext.recompute.lynx import UnitPolicy
+from ext.recompute.policy import POLICIES
 
 SUPPORTED = frozenset(
     {
         "enabled",
         "pipeline.schedule",
         "pipeline.partition",
+        "pipeline.tolerance",
         "recompute.policy",
+        "recompute.memory_budget_gib",
         "moe.dispatcher",
         "moe.topology.ranks_per_node",
     }
 )
-
-_NEEDS_MORE = ("auto", "plan_file")
 
 
 def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], str]) -> list[str]:
@@ -41,15 +42,11 @@ def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], 
             f"{name('pipeline.partition')}: found '{config.pipeline.partition.type}', but Megatron places layers "
             "itself. Remove it, and use --pipeline-model-parallel-layout for uneven stages."
         )
-    if schedule_type(config) in _NEEDS_MORE:
+    if config.recompute is not None and issubclass(POLICIES.get(config.recompute.policy.type), UnitPolicy):
         problems.append(
-            f"{name('pipeline.schedule')}: '{schedule_type(config)}' is not built for Megatron in this release "
-            f"({ext.__version__}). Name a schedule."
-        )
-    if uses_profile(config) and config.recompute is not None:
-        problems.append(
-            f"{name('recompute.policy')}: '{config.recompute.policy.type}' needs measured layers, which Megatron runs "
-            f"do not take in this release ({ext.__version__}). Use 'full', 'none' or a number of layers per stage."
+            f"{name('recompute.policy')}: '{config.recompute.policy.type}' decides unit by unit, which is not built "
+            f"for Megatron in this release ({ext.__version__}). Use 'stage_aware', 'full', 'none' or a number of "
+            "layers per stage."
         )
     if config.moe is not None:
         problems += _dispatcher_problems(config.moe.dispatcher, name("moe.dispatcher"))

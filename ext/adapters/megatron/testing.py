@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,19 +120,20 @@ def forward_step(data: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Calla
     return model(ids, positions, mask, labels=labels), _loss
 
 
-def train(function: Callable[..., list[Any]], model: DDP, data: Sequence[Batch], **call: Any) -> list[float]:
+def train(function: Callable[..., list[Any]], model: DDP, data: Iterable[Batch], **call: Any) -> list[float]:
     """Zero the gradients, then run one step; losses by micro-batch on the last stage, else nothing."""
     model.zero_grad_buffer()
     return run(function, model, data, **call)
 
 
-def run(function: Callable[..., list[Any]], model: DDP, data: Sequence[Batch], **call: Any) -> list[float]:
+def run(function: Callable[..., list[Any]], model: DDP, data: Iterable[Batch], **call: Any) -> list[float]:
     """One call of a forward-backward function on ``data``; losses by micro-batch on the last stage."""
+    num_microbatches = call.pop("num_microbatches", None)
     store = function(
         forward_step_func=forward_step,
         data_iterator=iter(data),
         model=[model],
-        num_microbatches=call.pop("num_microbatches", len(data)),
+        num_microbatches=len(list(data)) if num_microbatches is None else num_microbatches,
         seq_length=SEQ,
         micro_batch_size=2,
         **call,

@@ -12,6 +12,10 @@ from ext.adapters.megatron import arguments, check
 from ext.config import ExtConfig
 from ext.config.release import BUILT
 from ext.core.errors import ConfigError
+from ext.pipeline.build import build_plan
+from ext.pipeline.plan import PipelineShape
+from ext.pipeline.plan_file import write_plan
+from ext.pipeline.schedule import SCHEDULES
 
 
 def _read(*given):
@@ -61,9 +65,9 @@ def test_values_as_in_the_config_file(tmp_path):
         (["--ext-pipeline-schedule"], ["Argument --ext-pipeline-schedule: expected one argument."]),
         (["--ext-enabled", "yes"], ["--ext-enabled: found \"yes\"; allowed: true or false."]),
         (["--ext-recompute-policy=none", "--ext-recompute-policy", "full"], ["policy: given more than once."]),
-        (["--ext-recompute-policy", "stage_aware"], ["--ext-recompute-policy: 'stage_aware' needs measured layers"]),
+        (["--ext-recompute-policy", "lynx_heu"], ["--ext-recompute-policy: 'lynx_heu' "]),
         (["--ext-pipeline-partition", "2,2"], ["--ext-pipeline-partition: "]),
-        (["--ext-pipeline-schedule", "auto"], ["--ext-pipeline-schedule: 'auto' is not built"]),
+        (["--ext-pipeline-schedule", "plan_file"], ["schedule: 'path' is missing. Allowed: a text; write {"]),
         (["--ext-watchdog", "60"], ["--ext-watchdog: not built"]),
         (["--ext-moe-router-bias-rate", "0.1"], ["--ext-moe-router-bias-rate: not built for Megatron"]),
         (["--ext-moe-dispatcher", "auto"], ["--ext-moe-dispatcher: 'auto' is not built for Megatron"]),
@@ -146,6 +150,41 @@ def test_a_dispatcher_needs_experts_and_megatrons_all_to_all():
     (problem,) = _problems(given, num_experts=8, moe_token_dispatcher_type="allgather")
     assert "needs --moe-token-dispatcher-type alltoall, found allgather" in problem
     assert _problems(given, num_experts=8, moe_token_dispatcher_type="alltoall") == []
+
+
+def test_policies_that_measure_need_a_budget_on_cpu():
+    given = ["--ext-recompute-policy=stage_aware"]
+    assert _problems(given) == []
+    (problem,) = check.problems(_args(), _read(*given), on_cpu=True)
+    assert problem.startswith("--ext-recompute-memory-budget-gib: missing. On CPU the policy 'stage_aware' needs it")
+    given.append("--ext-recompute-memory-budget-gib=2.5")
+    assert check.problems(_args(), _read(*given), on_cpu=True) == []
+    auto = ["--ext-pipeline-schedule", '{"type": "auto", "search_seconds": 1}', "--ext-pipeline-tolerance=0"]
+    assert check.problems(_args(), _read(*auto), on_cpu=True) == []
+    # it may recompute, and splits no backward where that cannot work
+    (problem,) = _problems(auto, recompute_activations=True, gradient_accumulation_fusion=True)
+    assert problem.startswith("--recompute-activations (found True) cannot go with --ext-pipeline-schedule")
+
+
+def test_plan_files_are_read_before_launch(tmp_path):
+    shape = PipelineShape(num_ranks=4, num_microbatches=8)
+    for name in ("1f1b", "zb_h1"):
+        plan = build_plan(SCHEDULES.get(name)(shape=shape), layers_per_stage=[2] * 4, recomputed_layers=[0] * 4)
+        write_plan(tmp_path / f"{name}.json", plan)
+
+    def given(name):
+        return ["--ext-pipeline-schedule", json.dumps({"type": "plan_file", "path": str(tmp_path / f"{name}.json")})]
+
+    assert _problems(given("1f1b"), gradient_accumulation_fusion=True) == []
+    assert _problems(given("zb_h1")) == []
+    (problem,) = _problems(given("zb_h1"), gradient_accumulation_fusion=True)
+    assert "--no-gradient-accumulation-fusion" in problem
+    (problem,) = _problems(given("1f1b"), global_batch_size=64)
+    assert problem.startswith("--ext-pipeline-schedule: the plan in ")
+    assert "is for 4 ranks and 8 micro-batches, this run has 4 and 16" in problem
+    (problem,) = _problems(given("none"))
+    assert problem.startswith("--ext-pipeline-schedule: ")
+    assert "none.json: no plan can be read" in problem
 
 
 def test_too_few_microbatches_names_megatrons_flags():

@@ -1,0 +1,202 @@
+"""The plans of one model: made in its first training step, anew for another number of micro-batches."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ext.adapters.megatron import arguments, limits, resolve
+from ext.adapters.megatron.layers import transformer_layers
+from ext.adapters.megatron.linear import make_deferrable, undeferrable_layers
+from ext.adapters.megatron.profiling import profile_stages
+from ext.adapters.megatron.states import ADAM_MOMENTS, state_bytes
+from ext.adapters.megatron.step import Call
+from ext.config import ExtConfig, resolved
+from ext.config.budget import check_budgets
+from ext.config.decide import Decision, budgets_in_bytes, decides_by_search, needs_profile, reads_plan_file
+from ext.core.errors import ConfigError
+from ext.pipeline.memory_table import StageMemory, predict, table
+from ext.pipeline.stage_model import PipelineProfile, Stage
+from ext.recompute.advice import nearest_change
+from ext.runtime.channels import Links
+from ext.runtime.guard import FailureGuard
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Plans:
+    """What the config means for a model, by number of micro-batches.
+
+    Collective over the world, as are its methods.
+
+    Args:
+        config: the user's.
+        name: how a dotted key is called in errors.
+        model: chunk of this rank.
+        host_config: its ``TransformerConfig``.
+        groups: of this rank.
+        moments: see `state_bytes`.
+
+    Attributes:
+        layers_per_stage: transformer layers of every stage, as they were built.
+        rows: predicted memory of every stage under the newest plan; empty without a profile.
+    """
+
+    def __init__(
+        self,
+        config: ExtConfig,
+        name: Callable[[str], str],
+        model: nn.Module,
+        host_config: Any,
+        groups: Any,
+        moments: int = ADAM_MOMENTS,
+    ) -> None:
+        self.guard = FailureGuard()
+        self.layers_per_stage = _count_layers(model, host_config, groups)
+        self.rows: list[StageMemory] = []
+        self._config = config
+        self._name = name
+        self._model = model
+        self._host_config = host_config
+        self._states = state_bytes(model, host_config, groups.dp_cp.size(), moments)
+        self._profile: PipelineProfile | None = None
+        self._decisions: dict[int, Decision] = {}
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether the next training step has to be profiled first."""
+        return self._profile is None and needs_profile(self._config)
+
+    @property
+    def newest(self) -> Decision | None:
+        """What was decided last."""
+        return next(reversed(self._decisions.values()), None)
+
+    def profile_with(self, call: Call, links: Links, group: Any) -> Any:
+        """Profile all stages on the next micro-batch.
+
+        Returns:
+            What the step takes its micro-batches from: all that the iterator of ``call`` would have given.
+        """
+        stage, num_stages = dist.get_group_rank(group, dist.get_rank()), len(self.layers_per_stage)
+        found, data = profile_stages(call, stage, num_stages, links, transformer_layers(self._model), group)
+        stages = tuple(
+            Stage(layers, is_last=index == num_stages - 1, copies_inputs=False) for index, layers in enumerate(found)
+        )
+        self._profile = PipelineProfile(stages, self._states)
+        return data
+
+    def of(self, num_microbatches: int) -> Decision:
+        """The plan for a training step.
+
+        Raises:
+            ConfigError: on every rank: schedule, policy, budget and model do not fit.
+        """
+        if num_microbatches not in self._decisions:
+            self._decisions[num_microbatches] = self._as_typed(partial(self._decide, num_microbatches))
+        return self._decisions[num_microbatches]
+
+    def _decide(self, num_microbatches: int) -> Decision:
+        budgets = budgets_in_bytes(self._config, len(self.layers_per_stage), _device_bytes())
+        searches = decides_by_search(self._config)
+        decide = partial(
+            resolve.resolve,
+            self._config,
+            self.layers_per_stage,
+            num_microbatches,
+            self._profile,
+            budgets,
+            splits_backward=searches and self._can_split(),
+        )
+        by_one = searches or reads_plan_file(self._config)
+        decision = self.guard.from_rank_0(decide) if by_one else decide()
+        self._refuse_settings(decision)
+        if self._profile is not None:
+            self.rows = predict(decision.plan, self._profile, budgets)
+            check_budgets(self._config, self.rows, decision.policy, partial(self._change, decision, budgets))
+        if decision.plan.split_backwards:
+            make_deferrable(self._model)
+        self._announce(decision)
+        return decision
+
+    def _refuse_settings(self, decision: Decision) -> None:
+        """Settings of Megatron's that cannot go with the plan."""
+        splits = bool(decision.plan.split_backwards)
+        recomputes = limits.recomputing_key(self._config.recompute is not None, any(decision.plan.recomputed_layers))
+        problems = limits.problems(self._host_config, self._name, splits=splits, recomputes=recomputes)
+        if splits:
+            problems += limits.layers_that_cannot_split(undeferrable_layers(self._model), self._name)
+        self.guard.start_step()
+        self.guard.agree(ConfigError(*problems) if problems else None)
+
+    def _can_split(self) -> bool:
+        """Whether no rank has something that keeps weight gradients from waiting."""
+        obstacles = [*limits.against_split(self._host_config, self._name), *undeferrable_layers(self._model)]
+        everyone: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(everyone, not obstacles)
+        return all(everyone)
+
+    def _change(self, decision: Decision, budgets: Sequence[int] | None, row: StageMemory) -> str:
+        assert self._profile is not None
+        assert budgets is not None
+        return nearest_change(decision.schedule, self._profile, budgets, moves_layers=False)
+
+    def _announce(self, decision: Decision) -> None:
+        """Rank 0 writes what is active beside the run and, the first time, prints the promised line."""
+        versions = {"megatron-core": version("megatron-core"), "torch": torch.__version__}
+        self.guard.from_rank_0(lambda: str(resolved.write_resolved(self._config, decision, versions)))
+        if dist.get_rank() != 0:
+            return
+        if self.rows:
+            logger.info("predicted %s", table(self.rows))
+        if decision.chosen is not None:
+            logger.info("auto: %s; ended by %s", decision.chosen.reason, decision.chosen.stopped_by)
+        if not self._decisions:
+            line = resolved.summary(f"megatron-core {versions['megatron-core']}", decision)
+            print(line, file=sys.stderr, flush=True)  # noqa: T201 - the promised line
+
+    def _as_typed(self, make: Callable[[], T]) -> T:
+        """What ``make()`` gives; keys in its errors are called as the user wrote them."""
+        try:
+            return make()
+        except ConfigError as error:
+            keys = "|".join(re.escape(flag.path) for flag in arguments.flags())
+            raise type(error)(
+                *(re.sub(rf"\bext\.({keys})\b", lambda key: self._name(key[1]), text) for text in error.problems)
+            ) from error
+
+
+def _count_layers(model: nn.Module, host_config: Any, groups: Any) -> list[int]:
+    """Transformer layers of every stage, as they were built.
+
+    Raises:
+        ConfigError: they are not as many as the host's config names.
+    """
+    counts: list[int] = [0] * groups.pp.size()
+    dist.all_gather_object(counts, len(transformer_layers(model)), group=groups.pp)
+    if sum(counts) != host_config.num_layers:
+        raise ConfigError(
+            f"--num-layers: {host_config.num_layers} layers asked, {counts} were built on {len(counts)} stages, "
+            f"{sum(counts)} in all. Give the stages their layers by --pipeline-model-parallel-layout or "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers."
+        )
+    return counts
+
+
+def _device_bytes() -> int | None:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if _on_cuda() else None
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available()
