@@ -2,14 +2,15 @@
 
 Many ranks on a few CPU cores then behave as if each had its device: the engine, the autograd graph and the
 communication are real, only the time of the computation is given. A wait ends at an absolute deadline and lets other
-processes run. What comes on top per action is the real cost of engine and autograd, about half a millisecond, so stages
-should take 40 ms or more.
+processes run. What comes on top per action is the cost of engine, autograd and messages that a real device would not
+hide, some tenths of a millisecond, so stages should take 40 ms or more.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,9 @@ from ext.core.replay import is_replaying
 from ext.runtime.split_backward import WeightGradQueue, active_queue
 
 _PR_SET_TIMERSLACK = 29
+
+_IDLE = 1e-4
+"""Seconds without computing from which on the host has waited for something."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,34 @@ def mean_loss(outputs: Tensor, labels: Any) -> Tensor:
     return outputs.mean()
 
 
+class _Queue(threading.local):
+    """What the calling thread gave its device last."""
+
+    def __init__(self) -> None:
+        self.ends = 0.0
+        self.seconds = 0.0
+        self.woken = 0.0
+        self.thread_time = 0.0
+
+
+_queue = _Queue()
+
+
 def wait(seconds: float) -> None:
-    """Sleep until an absolute deadline."""
-    deadline = time.monotonic() + seconds
-    left = deadline - time.monotonic()
+    """Sleep until the device has done this much more work.
+
+    As on a real accelerator, what the host computes between two pieces of work runs beside the first one, up to its
+    length: the second then starts where the first has ended. Where the host has waited for anything in between, a
+    message or a free core, the work starts now.
+    """
+    now, computed = time.monotonic(), time.thread_time() - _queue.thread_time
+    has_waited = now - _queue.woken - computed > _IDLE
+    starts = now if has_waited else max(_queue.ends, now - _queue.seconds)
+    _queue.ends, _queue.seconds = starts + seconds, seconds
+    left = _queue.ends - now
     if left > 0:
         time.sleep(left)
+    _queue.woken, _queue.thread_time = time.monotonic(), time.thread_time()
 
 
 def sharpen_timers() -> None:

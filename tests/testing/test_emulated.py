@@ -108,20 +108,55 @@ def test_times_of_all_layers_of_a_module(waits):
     assert TIMES.scaled(2) == EmulatedTimes(2, 4, 6, 8)
 
 
-def test_a_wait_ends_after_its_deadline_and_nothing_waits_for_nothing(monkeypatch):
-    now, slept = [10.0], []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    monkeypatch.setattr(emulated.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(emulated.time, "sleep", sleep)
+def test_nothing_waits_for_nothing(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(emulated, "_queue", emulated._Queue())
     emulated.wait(0.25)
+    assert clock.now == 100.5
     emulated.wait(0.0)
-    assert slept == [0.25]
+    assert clock.now == 100.5
 
 
 @pytest.mark.parametrize("bad", [(-1, 0, 0), (0, float("nan"), 0), (0, 0, float("inf")), (0, 0, 0, -1)])
 def test_times_that_cannot_be_waited_for(bad):
     with pytest.raises(ValueError, match="at least 0"):
         EmulatedTimes(*bad)
+
+
+class Clock:
+    """Stands in for the time module; what sleeps or computes moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.computed = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.computed
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 0.25  # a sleep ends late
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.computed += seconds
+
+
+def test_work_starts_where_the_work_before_ended_unless_the_host_waited(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(emulated, "_queue", emulated._Queue())
+    emulated.wait(2.0)
+    assert clock.now == 102.25
+    clock.compute(1.0)
+    emulated.wait(3.0)
+    assert clock.now == 102.0 + 3.0 + 0.25
+    clock.now += 1.0  # a message
+    emulated.wait(2.0)
+    assert clock.now == 106.25 + 2.0 + 0.25
+    clock.compute(10.0)  # hidden for as long as the work before
+    emulated.wait(3.0)
+    assert clock.now == 118.5 - 2.0 + 3.0 + 0.25
