@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ext.core.errors import ConfigError
+from ext.recompute.filling import ForwardFiller, UnitListener
 from ext.recompute.regions import MicrobatchRegions
 from ext.recompute.table import KEEP, OPAQUE, UnitTable
 from ext.recompute.unit_run import LayerRun, Surroundings
@@ -30,12 +31,22 @@ class MicrobatchUnits:
     A layer without units is one region: its table names it `OPAQUE`, and the region is dropped whole or kept.
     """
 
-    def __init__(self, surroundings: Surroundings | None = None) -> None:
-        """``surroundings`` are shared by all micro-batches of a stage."""
+    def __init__(
+        self, surroundings: Surroundings | None = None, next_backward: MicrobatchUnits | None = None
+    ) -> None:
+        """For one micro-batch whose forward is to come.
+
+        Args:
+            surroundings: shared by all micro-batches of a stage.
+            next_backward: the micro-batch whose backward is the stage's next one; under the all-reduces of this one's
+                forward it recomputes what its tables give to F1 and F2.
+        """
         self._at = surroundings if surroundings is not None else Surroundings()
         self._at.report.microbatches += 1
         self._counts: Counter[str] = Counter()
         self._runs: list[weakref.ref[LayerRun]] = []
+        self._num_forward_windows = 0
+        self._filler = None if next_backward is None else next_backward._early_recomputes()
         self._early = MicrobatchRegions(self._at.trackers)
         self._late = MicrobatchRegions(self._at.trackers)
 
@@ -63,6 +74,8 @@ class MicrobatchUnits:
                 f"{len(given)}. Make its LayerUnits name as many inputs as it is called with."
             )
         run = LayerRun(units, table, list(_constants(layer)), device_of(given, layer), self._at, self._counts)
+        number = len(self._runs)
+        run.listener = lambda unit: UnitListener(unit, self._runs, number, self._forward_window)
         self._runs.append(weakref.ref(run))
         return _through_hooks(layer, lambda final: run.forward(_as_tuple(final)), inputs)
 
@@ -70,6 +83,14 @@ class MicrobatchUnits:
         if decision == KEEP:
             return layer(inputs)
         return (self._early if decision in BEFORE_BACKWARD else self._late).call(layer, inputs)
+
+    def _early_recomputes(self) -> ForwardFiller:
+        return ForwardFiller(self._runs, self._num_forward_windows)
+
+    def _forward_window(self) -> None:
+        self._num_forward_windows += 1
+        if self._filler is not None:
+            self._filler.fill()
 
     def recompute(self, windows: Sequence[str] = BEFORE_BACKWARD) -> None:
         """Recompute now what the tables give to these windows; backward finds it.

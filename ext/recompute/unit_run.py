@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ext.comm.tensor_parallel.hooks import Listener, listening
 from ext.core.errors import ExtError
 from ext.recompute.ambient import AutocastState, RngState
 from ext.recompute.dropped import DroppedUnit
@@ -78,6 +79,9 @@ class LayerRun:
         device: whose random numbers and autocast the layer uses.
         surroundings: see `Surroundings`.
         counts: where recomputes of this micro-batch are counted, by window.
+
+    Attributes:
+        listener: gives for each unit who is told of its all-reduces.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class LayerRun:
         surroundings: Surroundings,
         counts: Counter[str],
     ) -> None:
+        self.listener: Callable[[Unit], Listener | None] = lambda unit: None
         self._units, self._table, self._device, self._at = units, table, device, surroundings
         self._counts = counts
         self._constants = constants
@@ -169,7 +174,7 @@ class LayerRun:
             return _Reference(self, unit.name, None, len(dropped.internals) - 1)
 
         before = sum(tensor._version for tensor in self._constants)
-        with memory, self._at.around(), saved_tensors_hooks(pack, _unpack):
+        with memory, self._at.around(), listening(self.listener(unit)), saved_tensors_hooks(pack, _unpack):
             output = unit.fn(*arguments)
         if dropped is not None and sum(tensor._version for tensor in self._constants) != before:
             raise RecomputeError(
@@ -225,6 +230,10 @@ class LayerRun:
             else:
                 self._at.report.skipped += 1
 
+    def awaits(self, window: str) -> bool:
+        """Whether anything that the table gives to ``window`` was dropped and is not back."""
+        return any(self._table[name] == window and not dropped.runs for name, dropped in self._dropped.items())
+
     def _missing(self, name: str) -> set[str]:
         """The unit and all dropped units that must be recomputed before it."""
         found: set[str] = set()
@@ -274,6 +283,7 @@ class LayerRun:
             stack.enter_context(dropped.rng.restored())
             stack.enter_context(self._autocast.restored())
             stack.enter_context(dropped.memory.replaying())
+            stack.enter_context(listening(None))
             stack.enter_context(self._at.around())
             stack.enter_context(torch.enable_grad())  # with a graph, or nothing would be saved
             stack.enter_context(saved_tensors_hooks(collect, _never))

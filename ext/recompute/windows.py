@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from ext.recompute.units import ATTENTION, MLP
 
 ON_DEMAND = "C"
-BEFORE_BACKWARD = ("F1", "F2", "P")
+UNDER_FORWARD = ("F1", "F2")
+"""Windows under the all-reduces of the forward of the stage's next micro-batch."""
+BEFORE_BACKWARD = (*UNDER_FORWARD, "P")
 """Windows that end before a micro-batch's backward; the last one catches what the others did not do."""
 _ON_DEMAND_POSITION = {MLP: 50, ATTENTION: 70}
 
