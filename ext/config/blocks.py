@@ -162,6 +162,14 @@ class RecomputeBlock(Block):
         None, "Whether recomputation runs under communication; absent: as the policy has it.", "true or false"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _budget_asks_for_a_policy(cls, data: Any) -> Any:
+        """A budget alone means the policy that keeps it with whole layers."""
+        if isinstance(data, dict) and data.get("policy") is None and data.get("memory_budget_gib") is not None:
+            return {**data, "policy": "stage_aware"}
+        return data
+
     @field_validator("memory_budget_gib")
     @classmethod
     def _one_budget_at_least(cls, value: Any) -> Any:

@@ -14,6 +14,8 @@ from ext.config.source import UnreadableConfig, read_ds_config
 from ext.core.errors import ExtError
 from ext.pipeline.plan import PipelineShape
 from ext.pipeline.schedule import SCHEDULES
+from ext.recompute.lynx import UnitPolicy
+from ext.recompute.policy import POLICIES
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def check_config(
         problems += _loss_scaling(config, ext_config)
         problems += _microbatches(ext_config, batch.completed(launch.data_parallel), launch)
         problems += _lists(ext_config, launch)
+        problems += _unit_policy(ext_config)
     return problems
 
 
@@ -195,6 +198,28 @@ def _microbatches(config: ExtConfig, batch: Batch, launch: Launch) -> Iterator[P
         schedule(options, shape=PipelineShape(stages or 2, batch.gas))
     except (ExtError, ValueError) as error:
         yield Problem("ext.pipeline.schedule", str(error))
+
+
+def _unit_policy(config: ExtConfig) -> Iterator[Problem]:
+    """What goes with policies that decide unit by unit, and what with no other."""
+    recompute = config.recompute
+    if recompute is None:
+        return
+    policy = recompute.policy.type
+    schedule = None if config.pipeline is None else config.pipeline.schedule.type
+    if not issubclass(POLICIES.get(policy), UnitPolicy):
+        if recompute.overlap is not None:
+            yield Problem(
+                "ext.recompute.overlap",
+                f"goes with the policies 'lynx_heu' and 'lynx_opt', found '{policy}', under which the schedule says "
+                "when layers are recomputed. Remove the key or change the policy.",
+            )
+    elif schedule is not None and not SCHEDULES.get(schedule).has_rule:
+        yield Problem(
+            "ext.recompute.policy",
+            f"'{policy}' decides about parts of layers, the schedule '{schedule}' about whole ones. Name another "
+            "schedule, or use the policy 'stage_aware'.",
+        )
 
 
 def _lists(config: ExtConfig, launch: Launch) -> Iterator[Problem]:

@@ -22,8 +22,10 @@ from ext.pipeline.schedules.plan_file import PlanFile
 from ext.pipeline.stage_model import PipelineProfile
 from ext.planner.search.search import Chosen, search
 from ext.planner.search.space import Space, fixed_stages
-from ext.recompute.policy import POLICIES, PerStageRecompute
-from ext.recompute.stage_aware import BudgetError, Choice, ProfiledPolicy
+from ext.recompute.lynx import UnitPolicy
+from ext.recompute.pipeline_tables import PipelineTables, UnitCostsOfStages, choose_tables
+from ext.recompute.policy import POLICIES, PerStageRecompute, ProfiledPolicy
+from ext.recompute.stage_aware import BudgetError, Choice, LayerPolicy
 
 BUDGET_KEY = "ext.recompute.memory_budget_gib"
 DEFAULT_SHARE = 0.9
@@ -39,12 +41,14 @@ class Decision:
         plan: orders, layout and recomputed layers.
         policy: name of the recompute policy in force, for people.
         chosen: what a search found, where one made the plan.
+        tables: what a unit policy decided, once it did.
     """
 
     schedule: Schedule
     plan: Plan
     policy: str
     chosen: Chosen | None = None
+    tables: PipelineTables | None = None
 
 
 def decide(
@@ -56,10 +60,11 @@ def decide(
     budgets: Sequence[int] | None = None,
     *,
     splits_backward: bool = True,
+    units: UnitCostsOfStages | None = None,
 ) -> Decision:
     """Build the plan. Needs no communication: where its arguments are the same on every rank, so is the plan.
 
-    A search that the clock ended may differ: see `decides_by_search`.
+    A search or a solver that the clock ended may differ: see `decides_by_search`.
 
     Args:
         config: the user's.
@@ -69,6 +74,7 @@ def decide(
         profile: of the stages, once there is one; policies that need it recompute everything until then.
         budgets: bytes that each stage may hold, with the profile.
         splits_backward: whether a search may let weight gradients wait.
+        units: costs of the layers' units, with the profile, for policies that decide about these.
 
     Raises:
         ConfigError: the schedule or the policy cannot work with these stages, layers or micro-batches.
@@ -87,13 +93,46 @@ def decide(
         chosen = POLICIES.get(options.type)(options)
         recomputed = chosen.recomputed_layers(recomputable, may_recompute)
         policy = f"{options.type} (ext.recompute)"
-        if isinstance(chosen, ProfiledPolicy) and profile is not None and budgets is not None:
+        if isinstance(chosen, UnitPolicy) and profile is not None and budgets is not None:
+            if units is None:
+                raise ConfigError(
+                    f"ext.recompute.policy: '{options.type}' needs the costs of the layers' units, which this host does "
+                    "not measure. Use 'stage_aware', which decides about whole layers."
+                )
+            return _by_units(config, chosen, schedule, layers_per_stage, profile, units, budgets)
+        if isinstance(chosen, LayerPolicy) and profile is not None and budgets is not None:
             choice = _choose(chosen, schedule, profile, budgets)
             schedule, recomputed = choice.schedule, choice.recomputed_layers
         elif isinstance(chosen, ProfiledPolicy):
             policy = f"{options.type} (ext.recompute; full until the first train_batch decides)"
     plan = build_plan(schedule, layers_per_stage=layers_per_stage, recomputed_layers=recomputed)
     return Decision(schedule, plan, policy)
+
+
+def _by_units(
+    config: ExtConfig,
+    policy: UnitPolicy,
+    schedule: Schedule,
+    layers_per_stage: Sequence[int],
+    profile: PipelineProfile,
+    units: UnitCostsOfStages,
+    budgets: Sequence[int],
+) -> Decision:
+    assert config.recompute is not None
+    try:
+        tables = choose_tables(
+            schedule,
+            profile,
+            units,
+            budgets,
+            policy.solve,
+            layers_per_stage=layers_per_stage,
+            overlap=config.recompute.overlap is not False,
+            show=amount,
+        )
+    except BudgetError as error:
+        raise _under_its_key(error) from None
+    return Decision(tables.schedule, tables.plan, f"{config.recompute.policy.type} (ext.recompute)", tables=tables)
 
 
 def _from_file(
@@ -208,8 +247,14 @@ def leaves_recompute_open(config: ExtConfig) -> bool:
 
 
 def decides_by_search(config: ExtConfig) -> bool:
-    """Whether `decide` searches: then one rank decides for all."""
-    return config.pipeline is not None and isinstance(config.pipeline.schedule, Auto.Config)
+    """Whether `decide` searches or solves within a time limit: then one rank decides for all."""
+    searches = config.pipeline is not None and isinstance(config.pipeline.schedule, Auto.Config)
+    return searches or decides_about_units(config)
+
+
+def decides_about_units(config: ExtConfig) -> bool:
+    """Whether the recompute policy decides unit by unit, so that the costs of units must be known."""
+    return config.recompute is not None and issubclass(POLICIES.get(config.recompute.policy.type), UnitPolicy)
 
 
 def reads_plan_file(config: ExtConfig) -> bool:
@@ -217,12 +262,16 @@ def reads_plan_file(config: ExtConfig) -> bool:
     return config.pipeline is not None and isinstance(config.pipeline.schedule, PlanFile.Config)
 
 
-def _choose(policy: ProfiledPolicy, schedule: Schedule, profile: PipelineProfile, budgets: Sequence[int]) -> Choice:
+def _choose(policy: LayerPolicy, schedule: Schedule, profile: PipelineProfile, budgets: Sequence[int]) -> Choice:
     try:
         return policy.choose(schedule, profile.models(schedule.may_recompute), budgets, amount)
     except BudgetError as error:
-        first, *rest = error.problems
-        raise BudgetError(f"{BUDGET_KEY}: {first}", *rest) from None
+        raise _under_its_key(error) from None
+
+
+def _under_its_key(error: BudgetError) -> BudgetError:
+    first, *rest = error.problems
+    return BudgetError(f"{BUDGET_KEY}: {first}", *rest)
 
 
 def make_schedule(config: ExtConfig, shape: PipelineShape) -> Schedule:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ext.cost.states import States
+from ext.pipeline.costs import StageCosts
 from ext.pipeline.memory import heaviest_loads, in_flight, peak
 from ext.pipeline.plan import Plan
 from ext.pipeline.stage_model import PipelineProfile
@@ -62,17 +63,24 @@ class StageMemory:
         return self.budget is not None and self.total > self.budget
 
 
-def predict(plan: Plan, profile: PipelineProfile, budgets: Sequence[int] | None = None) -> list[StageMemory]:
+def predict(
+    plan: Plan,
+    profile: PipelineProfile,
+    budgets: Sequence[int] | None = None,
+    costs: Sequence[StageCosts] | None = None,
+) -> list[StageMemory]:
     """The memory of every stage of a linear plan, by stage.
 
     Args:
         plan: with one stage per rank.
         profile: of these stages.
         budgets: bytes that each stage's rank may hold.
+        costs: of the stages, where not whole layers are recomputed.
     """
     rows = []
     for index, stage in enumerate(profile.stages):
         loads = heaviest_loads(plan.orders[plan.rank_of[index]])
+        sizes = stage.costs(plan.recomputed_layers[index]) if costs is None else costs[index]
         rows.append(
             StageMemory(
                 stage=index,
@@ -80,7 +88,7 @@ def predict(plan: Plan, profile: PipelineProfile, budgets: Sequence[int] | None 
                 recomputed=plan.recomputed_layers[index],
                 in_flight=in_flight(loads),
                 states=profile.states(index),
-                activations=round(peak(loads, stage.costs(plan.recomputed_layers[index]))),
+                activations=round(peak(loads, sizes)),
                 loss=in_flight(loads) * stage.loss_bytes,
                 transient=stage.transient,
                 messages=profile.messages(index),

@@ -10,12 +10,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from ext.recompute.policy import FullRecompute, PolicyConfig
+from ext.recompute.policy import POLICIES, PolicyConfig, ProfiledPolicy
 from ext.recompute.problem import Solution, StageProblem
 
 
-class UnitPolicy(FullRecompute):
-    """Decides unit by unit once a stage's costs are known; until then every layer is recomputed whole."""
+class UnitPolicyConfig(PolicyConfig):
+    """Options of every unit policy."""
+
+    profile: str | None = Field(
+        default=None, min_length=1, description="file of unit costs that an earlier run wrote; measured where absent"
+    )
+
+
+class UnitPolicy(ProfiledPolicy):
+    """Decides unit by unit."""
 
     @abstractmethod
     def solve(self, problem: StageProblem) -> Solution:
@@ -26,10 +34,11 @@ class UnitPolicy(FullRecompute):
         """
 
 
+@POLICIES.register("lynx_heu")
 class LynxHeu(UnitPolicy):
     """One table for all equal layers of a stage, in milliseconds."""
 
-    class Config(PolicyConfig):
+    class Config(UnitPolicyConfig):
         type: Literal["lynx_heu"] = "lynx_heu"
         time_limit_s: float = Field(default=1.0, gt=0, description="seconds until a greedy table stands in")
 
@@ -41,10 +50,11 @@ class LynxHeu(UnitPolicy):
         return solve_heu(problem, time_limit=self.config.time_limit_s)
 
 
+@POLICIES.register("lynx_opt")
 class LynxOpt(UnitPolicy):
     """A table of its own for every layer, in seconds, with a bound on what better ones could gain."""
 
-    class Config(PolicyConfig):
+    class Config(UnitPolicyConfig):
         type: Literal["lynx_opt"] = "lynx_opt"
         time_limit_s: float = Field(default=10.0, gt=0, description="seconds of search per stage")
 

@@ -41,7 +41,9 @@ class RecomputePolicy(ABC):
 
 
 POLICIES: Registry[RecomputePolicy] = Registry(
-    "recompute policy", RecomputePolicy, builtins=("ext.recompute.policy", "ext.recompute.stage_aware")
+    "recompute policy",
+    RecomputePolicy,
+    builtins=("ext.recompute.policy", "ext.recompute.stage_aware", "ext.recompute.lynx"),
 )
 
 
@@ -65,6 +67,10 @@ class FullRecompute(RecomputePolicy):
 
     def recomputed_layers(self, recomputable: Sequence[int], may_recompute: Sequence[bool]) -> tuple[int, ...]:
         return tuple(count if may else 0 for count, may in zip(recomputable, may_recompute, strict=True))
+
+
+class ProfiledPolicy(FullRecompute):
+    """A policy that decides once the costs of the layers are known; until then everything is recomputed."""
 
 
 @POLICIES.register("per_stage")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ext.cost.collectives import fit_link
@@ -18,7 +18,7 @@ from ext.recompute.ambient import RngState
 from ext.recompute.stopwatch import stopwatch
 from ext.recompute.storage import storage_bytes, storage_key, storage_keys
 from ext.recompute.table import OPAQUE
-from ext.recompute.unit_engine import device_of
+from ext.recompute.unit_engine import constants_of, device_of
 from ext.recompute.units import HasUnits, LayerCosts, LayerUnits, Unit, UnitCosts, units_of
 
 DEFAULT_REPEATS = 5
@@ -39,7 +39,7 @@ def profile_layer(layer: Any, inputs: Any, repeats: int = DEFAULT_REPEATS) -> La
     units = (
         units_of(layer) if isinstance(layer, HasUnits) else _as_one_unit(layer, isinstance(inputs, tuple), len(given))
     )
-    constants = [*layer.parameters(), *layer.buffers()] if isinstance(layer, nn.Module) else []
+    constants = list(constants_of(layer))
     device = device_of(given, layer)
     fresh = tuple(v.detach().requires_grad_(v.is_floating_point()) if isinstance(v, Tensor) else v for v in given)
     with RngState.capture(device, ()).restored(), torch.enable_grad():
@@ -93,6 +93,7 @@ class _Sizes:
                     communication=unit.communication,
                     uses_rng=unit.name in self.random,
                     view_of=base if base in names else "",
+                    only_read=0 if unit.name in self.saved else output,
                 )
             )
         return result

@@ -150,16 +150,6 @@ def predicted_windows(problem: StageProblem, solution: Solution) -> dict[str, Pr
     return predicted
 
 
-def saved_bytes(problem: StageProblem, solution: Solution) -> int:
-    """Bytes per micro-batch that the tables' forwards drop, against keeping everything."""
-    return sum(
-        unit.bytes
-        for table in solution.tables
-        for unit in problem.layer.units
-        if unit.needed and table[unit.name] != KEEP
-    )
-
-
 def summary(rows: Sequence[Mapping[str, float | str]]) -> str:
     """The rows of `RecomputeReport.rows` as a table for people; times in milliseconds, sizes in MiB."""
     lines = [f"{'window':<8}{'units':>12}{'MiB':>18}{'ms':>20}{'exposed ms':>12}"]

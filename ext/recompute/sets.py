@@ -26,9 +26,11 @@ class Sets:
         self.decide = [{option.decision: option for option in group} for group in options]
         self.time = np.array([unit.time for unit in units])
         self.inputs = [[problem.index[name] for name in unit.inputs] for unit in units]
-        # Without a stage-wide window, or with one layer, every recompute holds its bytes once.
-        self.on_demand_bytes = np.array([float(unit.bytes) for unit in units])
-        self.extra_bytes = (problem.num_layers - 1) * self.on_demand_bytes
+        # Without a stage-wide window, or with one layer, every recompute holds its bytes once; where they wait for
+        # weight gradients, no window changes for how long.
+        waiting = problem.num_layers * problem.held
+        self.on_demand_bytes = np.array([float((waiting or 1) * unit.bytes) for unit in units])
+        self.extra_bytes = (0 if waiting else problem.num_layers - 1) * self.on_demand_bytes
         self.kept, self.recomputed = self._enumerate()
         keep_bytes = np.array(
             [group[KEEP].bytes_for(problem.num_layers) if KEEP in group else 0 for group in self.decide], dtype=float

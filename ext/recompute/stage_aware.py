@@ -13,7 +13,7 @@ from ext.pipeline.costs import Costs
 from ext.pipeline.fit import ROUNDING, Fit, fewest_recomputed, stage_loads, step_time
 from ext.pipeline.schedule import Schedule
 from ext.pipeline.stage_model import StageModel
-from ext.recompute.policy import POLICIES, FullRecompute, PolicyConfig
+from ext.recompute.policy import POLICIES, PolicyConfig, ProfiledPolicy
 
 
 class BudgetError(InfeasibleError, ConfigError):
@@ -37,8 +37,8 @@ class Choice:
     memory: tuple[float, ...]
 
 
-class ProfiledPolicy(FullRecompute):
-    """A policy that decides once the costs of the layers are known; until then everything is recomputed."""
+class LayerPolicy(ProfiledPolicy):
+    """Decides how many whole layers each stage recomputes."""
 
     @abstractmethod
     def choose(
@@ -64,7 +64,7 @@ class ProfiledPolicy(FullRecompute):
 
 
 @POLICIES.register("stage_aware")
-class StageAware(ProfiledPolicy):
+class StageAware(LayerPolicy):
     """Recomputes on each stage as few layers as its budget allows.
 
     On equal stages that hold nothing else this is Merak's rule (arXiv:2206.04959, section 4.3), rounded up to whole

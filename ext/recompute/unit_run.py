@@ -44,13 +44,17 @@ class Surroundings:
         trackers: named RNG streams.
         reserve: of the bytes that early recomputes may hold.
         report: counts what is recomputed where.
-        around: entered around every run of a unit, in forward and recompute.
+        around: entered around every run of a unit or region, in forward and recompute.
+        recomputing: entered around every recompute, outside of ``around``.
+        note: told of every tensor that is kept or brought back.
     """
 
     trackers: Sequence[RngTracker] = ()
     reserve: ByteReserve = field(default_factory=ByteReserve)
     report: RecomputeReport = field(default_factory=RecomputeReport)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    recomputing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    note: Callable[[Tensor], Any] | None = None
 
 
 class _Kept(NamedTuple):
@@ -157,11 +161,11 @@ class LayerRun:
             key = storage_key(tensor)
             name = self._names.get(key) if key is not None else None
             if key in self._constant_keys or (name is None and dropped is None):
-                return _Kept(tensor.detach(), tensor._version)
+                return self._keep(tensor)
             if name is not None:
                 source = self._dropped.get(name)
                 if source is None or not source.gives(tensor):
-                    return _Kept(tensor.detach(), tensor._version)
+                    return self._keep(tensor)
                 source.references += 1
                 source.output_read = True
                 return _Reference(self, name, View.of(tensor), 0)
@@ -209,8 +213,13 @@ class LayerRun:
             source = self._dropped.get(name)
             if source is None:
                 value = values[name]
-                self._kept[name] = _Kept(value.detach(), value._version) if isinstance(value, Tensor) else value
+                self._kept[name] = self._keep(value) if isinstance(value, Tensor) else value
         self._names.clear()
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        if self._at.note is not None:
+            self._at.note(tensor)
+        return _Kept(tensor.detach(), tensor._version)
 
     # -- recompute -----------------------------------------------------------------------------------------
 
@@ -284,6 +293,7 @@ class LayerRun:
             stack.enter_context(self._autocast.restored())
             stack.enter_context(dropped.memory.replaying())
             stack.enter_context(listening(None))
+            stack.enter_context(self._at.recomputing())
             stack.enter_context(self._at.around())
             stack.enter_context(torch.enable_grad())  # with a graph, or nothing would be saved
             stack.enter_context(saved_tensors_hooks(collect, _never))
@@ -292,6 +302,9 @@ class LayerRun:
         self._check(dropped, output, saved)
         dropped.value = output if dropped.output_read or dropped.readers else None
         dropped.saved, dropped.live = saved, True
+        if self._at.note is not None:
+            for tensor in saved if dropped.value is None else (*saved, dropped.value):
+                self._at.note(tensor)
         dropped.runs += 1
         self._at.report.repeated += dropped.runs > 1
         self._counts[window] += 1

@@ -129,6 +129,7 @@ class UnitCosts:
         uses_rng: draws random numbers.
         view_of: the unit whose storage the output shares; it is kept only together with that unit.
         region: units of one region are decided alike; empty for a unit alone.
+        only_read: part of ``bytes`` that no backward needs but recomputes of other units read.
     """
 
     name: str
@@ -142,6 +143,12 @@ class UnitCosts:
     uses_rng: bool = False
     view_of: str = ""
     region: str = ""
+    only_read: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that the unit's kept values take where nothing is recomputed."""
+        return self.bytes - self.only_read if self.needed or self.keep else 0
 
 
 @dataclass(frozen=True)
@@ -179,4 +186,4 @@ class LayerCosts:
     @property
     def activation_bytes(self) -> int:
         """Bytes that one micro-batch holds where nothing is recomputed."""
-        return self.input_bytes + sum(unit.bytes for unit in self.units if unit.needed or unit.keep)
+        return self.input_bytes + sum(unit.held for unit in self.units)

@@ -60,7 +60,7 @@ class FailureGuard:
             self._raise_together(error)
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        """What ``make()`` gives on rank 0, on every rank; where it raises there, as `agree` does.
+        """What ``make()`` gives or raises on rank 0, on every rank; errors that are not ours as `agree` has them.
 
         Outside of a step. Collective over the world; the value must be picklable.
         """
@@ -69,12 +69,17 @@ class FailureGuard:
         if dist.get_rank() == 0:
             try:
                 made[0] = make()
+            except ExtError as error:
+                made[0] = error
             except Exception as error:  # noqa: BLE001 - raised again, on every rank
                 failure = error
         self.start_step()
         self.agree(failure)
         dist.broadcast_object_list(made, src=0)
-        return made[0]
+        outcome: Any = made[0]
+        if isinstance(outcome, ExtError):
+            raise outcome
+        return outcome
 
     def _on_any_rank(self, mine: bool) -> bool:
         """Whether it is true on any rank.

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ext.cost.profile import LayerProfile
+from ext.recompute.profile import profile_layer
+from ext.recompute.units import LayerCosts
 from ext.runtime.live_bytes import LiveBytes, storage_key
 
 NUM_TIMED = 2
 """Runs of which the fastest counts, behind one that warms up and is counted in bytes."""
+
+T = TypeVar("T")
 
 Run = Callable[[], tuple[Any, list[Tensor]]]
 """Runs a layer with gradients; gives its outputs and its inputs, those that need a gradient as leaves."""
@@ -58,10 +62,12 @@ class ProfiledLayer:
         tied: (name, number) of parameters that it shares with other layers.
         constants: parameters and whatever else does not belong to the micro-batch; where None, the layer's own.
         synchronize: waits for the device.
+        with_units: whether its units are measured, too, where it can be recomputed.
 
     Attributes:
         needs_grad: says of each input tensor whether its gradient is computed; where None, they say so themselves.
         profile: of the last call; None before.
+        unit_costs: of the last call, where they were asked for.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class ProfiledLayer:
         tied: tuple[tuple[str, int], ...] = (),
         constants: Iterable[Tensor] | None = None,
         synchronize: Callable[[], None] = lambda: None,
+        with_units: bool = False,
     ) -> None:
         self._layer = layer
         self._name = name
@@ -81,7 +88,9 @@ class ProfiledLayer:
         self._tied = tied
         self._constants = None if constants is None else list(constants)
         self._synchronize = synchronize
+        self._with_units = with_units and recomputable
         self.profile: LayerProfile | None = None
+        self.unit_costs: LayerCosts | None = None
 
     def __call__(self, inputs: Any) -> Any:
         flags = [t.requires_grad for t in _tensors(inputs)] if self.needs_grad is None else list(self.needs_grad())
@@ -112,6 +121,8 @@ class ProfiledLayer:
             tied=self._tied,
             recomputable=self._recomputable,
         )
+        if self._with_units:
+            self.unit_costs = profile_layer(self._layer, inputs, NUM_TIMED)
         return storages.result
 
     def _times(self, run: Run, trained: Sequence[Tensor]) -> tuple[float, float, float]:
@@ -134,11 +145,11 @@ class ProfiledLayer:
         return time.perf_counter()
 
 
-def shared_profiles(mine: tuple[LayerProfile, ...], stage: int, group: Any) -> list[tuple[LayerProfile, ...]]:
+def shared_profiles(mine: tuple[T, ...], stage: int, group: Any) -> list[tuple[T, ...]]:
     """What the pipeline of global rank 0 measured, by stage, on every rank. Collective over the world.
 
     Args:
-        mine: layers of this rank's stage.
+        mine: of the layers of this rank's stage.
         stage: which that is.
         group: ranks of this rank's pipeline.
     """

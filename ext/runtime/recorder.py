@@ -167,16 +167,25 @@ class Recorder:
             return layer
 
         def call(inputs: Any) -> Any:
-            step = self._step
-            if step is None or self._action not in (B, I) or not is_replaying():
+            if not is_replaying():
                 return layer(inputs)
-            start = self._clock.mark()
-            try:
+            with self.rerun(stage, microbatch):
                 return layer(inputs)
-            finally:  # torch ends a re-run by an exception as soon as it has what it needs
-                step.spans.append(_Marked(R.value, stage, microbatch, start, self._clock.mark(), True))
 
         return call
+
+    @contextmanager
+    def rerun(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around a recompute, which is recorded where it stands inside a B or I."""
+        step = self._step
+        if step is None or self._action not in (B, I):
+            yield
+            return
+        start = self._clock.mark()
+        try:
+            yield
+        finally:  # torch ends a re-run by an exception as soon as it has what it needs
+            step.spans.append(_Marked(R.value, stage, microbatch, start, self._clock.mark(), True))
 
     def recorded(self, last: int | None = None) -> list[RecordedStep]:
         """The kept steps, oldest first, or the ``last`` of them. Waits for the device."""

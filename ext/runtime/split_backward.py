@@ -17,7 +17,7 @@ Cost: from I to W the inputs of these operations and the gradients of their outp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -49,10 +49,14 @@ class WeightGradQueue:
         """``layer`` with weight gradients that can be deferred, also where a recompute calls it again."""
 
         def call(inputs: Any) -> Any:
-            with _Interceptor(self):
+            with self.interception():
                 return layer(inputs)
 
         return call
+
+    def interception(self) -> AbstractContextManager[Any]:
+        """Around a part of a forward, or of its recompute, whose weight gradients can be deferred."""
+        return _Interceptor(self)
 
     @contextmanager
     def deferring(self, stage: int, microbatch: int) -> Iterator[None]:

@@ -264,6 +264,18 @@ class TestZero:
         assert "bf16" in problem
 
 
+def test_what_goes_with_a_unit_policy():
+    assert check({"ext": {"recompute": {"policy": "lynx_heu", "memory_budget_gib": 1, "overlap": False}}}) == []
+    (problem,) = check({"ext": {"recompute": {"policy": "full", "overlap": True}}})
+    assert problem.startswith("ext.recompute.overlap: goes with the policies 'lynx_heu' and 'lynx_opt', found 'full'")
+    for schedule in ("auto", {"type": "plan_file", "path": "plan.json"}):
+        block = {"pipeline": {"schedule": schedule}, "recompute": {"policy": "lynx_opt"}}
+        assert any(
+            problem.startswith("ext.recompute.policy: 'lynx_opt' decides about parts of layers")
+            for problem in check({"ext": block})
+        )
+
+
 def test_everything_at_once(everything_built):
     config = {
         "train_batch_size": 60,
@@ -289,6 +301,7 @@ def test_everything_at_once(everything_built):
         "zero_optimization.stage",
         "ext.pipeline.schedule",
         "ext.pipeline.partition",
+        "ext.recompute.memory_budget_gib",
         "ext.pipeline.partition",
     ]
 

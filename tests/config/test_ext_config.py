@@ -366,6 +366,14 @@ class TestValues:
             "one number per stage."
         ]
 
+    def test_a_budget_alone_means_stage_aware(self):
+        for policy in ({}, {"policy": None}):
+            config = ExtConfig.from_block({"recompute": {"memory_budget_gib": 60, **policy}})
+            assert config.recompute.policy.type == "stage_aware"
+        assert problems({"recompute": {"memory_budget_gib": 60, "polcy": "full"}}) == [
+            "ext.recompute.polcy: unknown key. Did you mean 'policy'? Allowed: policy, memory_budget_gib, overlap."
+        ]
+
     def test_option_of_the_wrong_type(self):
         for value in (1.0, "1", True, -1, float("nan")):
             (text,) = problems({"pipeline": {"schedule": {"type": "shifted_critical_path", "extra_forwards": value}}})

@@ -13,7 +13,7 @@ from ext.recompute.heu import solve_heu
 from ext.recompute.problem import StageProblem
 from ext.recompute.profile import fit_all_reduce, profile_layer, window_slowdown
 from ext.recompute.profile_file import UnitProfile, load_profile
-from ext.recompute.report import saved_bytes
+from ext.recompute.stage_tables import Part
 from ext.recompute.table import KEEP, OPAQUE, drop, keep_all
 from ext.recompute.unit_engine import MicrobatchUnits
 from ext.recompute.unit_run import Surroundings
@@ -116,10 +116,10 @@ def test_live_bytes_keep_within_the_plan(share, waits):
     outputs = microbatches * costs.input_bytes  # of the stage, which the plan counts with the next one
     assert live <= solution.bytes + outputs
     # And the plan is no idle bound: it is used up but for what is not needed at the same time.
-    assert live >= 0.7 * solution.bytes
+    assert live >= 0.65 * solution.bytes
     everything, _, _ = live_bytes(layers, [keep_all([])] * 3, microbatches)
-    # A kept input of a recompute may be one that keeping everything does without.
-    assert everything - held == pytest.approx(microbatches * saved_bytes(problem, solution), rel=0.35)
+    saved = Part((0, 1, 2), problem, solution).saved_bytes
+    assert everything - held == pytest.approx(microbatches * saved, rel=0.01)
     decided = {u.name: solution.tables[0][u.name] for u in costs.units}
     planned = sum(decision not in (KEEP, "unused") for decision in decided.values())
     assert surroundings.report.num_recomputed == planned * len(layers) * microbatches

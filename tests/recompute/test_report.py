@@ -6,7 +6,8 @@ import torch
 from ext.recompute.heu import solve_heu
 from ext.recompute.problem import Solution, StageProblem, evaluate
 from ext.recompute.profile import profile_layer
-from ext.recompute.report import ByteReserve, RecomputeReport, predicted_windows, saved_bytes, summary
+from ext.recompute.report import ByteReserve, RecomputeReport, predicted_windows, summary
+from ext.recompute.stage_tables import Part
 from ext.recompute.table import UnitTable
 from ext.recompute.unit_engine import MicrobatchUnits
 from ext.recompute.unit_run import Surroundings
@@ -36,7 +37,7 @@ def test_windows_are_predicted_with_what_of_them_is_exposed():
         ON_DEMAND: (3, 12.0, 12.0),
     }
     assert solution.exposed == pytest.approx(sum(use.exposed for use in used.values()))
-    assert saved_bytes(problem, solution) == 3 * (8 + 4 + 2)
+    assert Part((0, 1, 2), problem, solution).saved_bytes == 3 * (8 + 4 + 2)
 
 
 def test_rows_set_measured_beside_planned():

@@ -26,6 +26,7 @@ from ext.pipeline.build import forward_plan
 from ext.pipeline.plan import Plan
 from ext.pipeline.trace import LOAD
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
+from ext.recompute.stage_units import StageUnits
 from ext.runtime.channels import Channel, Links, Message, TensorSpec, as_tuple
 from ext.runtime.guard import FailureGuard
 from ext.runtime.recorder import Recorder, clock_for
@@ -80,6 +81,7 @@ class PlanPipelineEngine(PipelineEngine):
         self._weight_grads = WeightGradQueue(limit=0)
         self.guard = FailureGuard()
         self._links: Links | None = None
+        self._units: StageUnits | None = None
         self.recorder = Recorder(clock_for(torch.device(self.device)))
         self._tracer = Tracer.of(config, self.guard)
         self.memory = MemoryWatch(self)
@@ -117,16 +119,27 @@ class PlanPipelineEngine(PipelineEngine):
             self.resolve_again()
         self.recomputes = dict.fromkeys(self.plan.stages_of(self.stage_id), 0)
         self._weight_grads = WeightGradQueue(self.plan.max_deferred(self.stage_id))
+        if self._units is not None:
+            self._units.start_step()
         return instructions.PlanSchedule(self.plan, self.stage_id, training=True)
 
     def resolve_again(self) -> None:
         """Make the plan anew: for another number of micro-batches, or with what is known by now."""
-        config, known = self.ext_config, (self.memory.profile, self.memory.budgets())
+        config, known = self.ext_config, (self.memory.profile, self.memory.budgets(), self.memory.units)
         decide = partial(resolve.resolve, config, self.inventory, self.micro_batches, *known)
         self.resolution = self._decided_by_rank_0(decide) if decides_by_search(config) else decide()
         self.plan = self.resolution.plan
+        self._units = self._stage_units()
         self.recorder.clear()
         self.memory.predict()
+
+    def _stage_units(self) -> StageUnits | None:
+        """This stage's part of what a unit policy decided, at work."""
+        tables = self.resolution.tables
+        if tables is None:
+            return None
+        stage = self.stage_id
+        return StageUnits(tables.stages[stage], self._trackers, tables.reserves[stage], self.memory.note)
 
     def _decided_by_rank_0(self, decide: Callable[[], resolve.Resolution]) -> resolve.Resolution:
         """What rank 0 decides, on every rank: a search that the clock ends may not find the same twice."""
@@ -278,6 +291,10 @@ class PlanPipelineEngine(PipelineEngine):
     @contextlib.contextmanager
     def _layers_as_planned(self, stage: int, microbatch: int) -> Iterator[None]:
         """While this lasts, the module's forward drops and defers what the plan recomputes and splits later."""
+        if self._units is not None and torch.is_grad_enabled():
+            with self._units_as_planned(self._units, stage, microbatch):
+                yield
+            return
         dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
         is_split = (stage, microbatch) in self.plan.split_backwards
         if not torch.is_grad_enabled() or not (dropped or is_split):
@@ -289,6 +306,22 @@ class PlanPipelineEngine(PipelineEngine):
             self.pipe_buffers["regions"][microbatch] = regions
             again = [self.recorder.with_reruns(layer, stage, microbatch) for layer in layers]
             layers = [DroppedLayer(again[i], regions) if i in dropped else layer for i, layer in enumerate(layers)]
+        with layers_replaced(self.module, layers):
+            yield
+
+    @contextlib.contextmanager
+    def _units_as_planned(self, units: StageUnits, stage: int, microbatch: int) -> Iterator[None]:
+        """The same where the tables of a unit policy say what is dropped."""
+
+        @contextlib.contextmanager
+        def recomputing() -> Iterator[None]:
+            with self.recorder.rerun(stage, microbatch), self.memory.reruns():
+                yield
+
+        is_split = (stage, microbatch) in self.plan.split_backwards
+        around = self._weight_grads.interception if is_split else contextlib.nullcontext
+        regions, layers = units.start(self.module.forward_funcs, around=around, recomputing=recomputing)
+        self.pipe_buffers["regions"][microbatch] = regions
         with layers_replaced(self.module, layers):
             yield
 

@@ -23,11 +23,12 @@ from ext.adapters.deepspeed import resolve
 from ext.adapters.deepspeed.profiling import profile_stages
 from ext.adapters.deepspeed.states import optimizer_tensors, predicted_states, state_tensors
 from ext.config import budget
-from ext.config.decide import budgets_in_bytes, needs_profile
+from ext.config.decide import budgets_in_bytes, decides_about_units, needs_profile
 from ext.core.errors import OutOfMemoryError
 from ext.pipeline.memory_table import StageMemory, amount, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
+from ext.recompute.pipeline_tables import UnitCostsOfStages
 from ext.runtime.channels import as_tuple
 from ext.runtime.live_bytes import LiveBytes, storage_bytes
 from ext.runtime.profile import ReplayedIterator
@@ -46,6 +47,7 @@ class MemoryWatch:
 
     Attributes:
         profile: of all stages; None before the first step, and where nobody asked.
+        units: costs of their layers' units, where the recompute policy decides about these.
         rows: memory of all stages, predicted, and measured once the first step is done; empty without a profile.
     """
 
@@ -61,6 +63,7 @@ class MemoryWatch:
         self._counter: LiveBytes | None = None
         self._states = 0
         self.profile: PipelineProfile | None = None
+        self.units: UnitCostsOfStages | None = None
         self.rows: list[StageMemory] = []
 
     # -- before the first step -----------------------------------------------------------------------------
@@ -108,9 +111,10 @@ class MemoryWatch:
         replayed = ReplayedIterator(microbatches)
         kept, engine.data_iterator = engine.data_iterator, replayed
         try:
-            layers = profile_stages(engine)
+            measured = profile_stages(engine, with_units=decides_about_units(engine.ext_config))
         finally:
             engine.data_iterator = kept
+        layers, self.units = measured.layers, measured.units
         last = len(layers) - 1
         self.profile = PipelineProfile(
             tuple(Stage(stage, is_last=index == last) for index, stage in enumerate(layers)),
@@ -126,7 +130,9 @@ class MemoryWatch:
     def predict(self) -> None:
         """Bring the rows up to date with the engine's plan."""
         if self.profile is not None:
-            self.rows = predict(self._engine.plan, self.profile, self.budgets())
+            tables = self._engine.resolution.tables
+            costs = None if tables is None else tables.costs
+            self.rows = predict(self._engine.plan, self.profile, self.budgets(), costs)
 
     def budgets(self) -> list[int] | None:
         """Bytes that the rank of each stage may hold."""
@@ -146,6 +152,11 @@ class MemoryWatch:
     def reruns(self) -> AbstractContextManager[None]:
         """Around every re-run of a dropped layer."""
         return nullcontext() if self._counter is None else self._counter.reruns()
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor is kept or brought back by other means than autograd's own."""
+        if self._counter is not None:
+            self._counter.note(tensor)
 
     def sample(self) -> None:
         """After a forward, whose outputs autograd itself may not hold."""

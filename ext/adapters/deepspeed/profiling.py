@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,27 +16,48 @@ from torch import nn
 from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.cost.profile import LOSS, LayerProfile
+from ext.recompute.units import LayerCosts
 from ext.runtime.channels import as_tuple
 from ext.runtime.profile import ProfiledLayer, shared_profiles
 
 
-def profile_stages(engine: Any) -> list[tuple[LayerProfile, ...]]:
+@dataclass(frozen=True)
+class Profiles:
+    """What was measured.
+
+    Attributes:
+        layers: by stage; the loss is the last layer of the last stage.
+        units: by stage, costs of the units of its layers, None for those that cannot be recomputed; None where nobody
+            asked.
+    """
+
+    layers: list[tuple[LayerProfile, ...]]
+    units: list[tuple[LayerCosts | None, ...]] | None = None
+
+
+def profile_stages(engine: Any, *, with_units: bool = False) -> Profiles:
     """Profile the layers of every stage on the next micro-batch of the engine's iterator.
 
     Each stage measures its layers while the host's forward runs through them, one stage after another; nothing is
     trained and no state of the model or of a random stream changes. Collective over the world; every rank gets what
     the pipeline of global rank 0 measured.
 
-    Returns:
-        By stage, its layers; the loss is the last layer of the last stage.
+    Args:
+        engine: of this rank.
+        with_units: whether the units of layers are measured, too.
     """
-    layers = _profiled_layers(engine)
+    layers = _profiled_layers(engine, with_units)
     if engine.is_last_stage() and engine.module.loss_fn is not None:
         layers.append(_profiled_loss(engine))
     with _untouched(engine), torch.no_grad(), layers_replaced(engine.module, layers):
         engine._exec_schedule(engine._inference_schedule(1))
+    group = engine.grid.get_pipe_parallel_group()
     mine = tuple(layer.profile for layer in layers if layer.profile is not None)
-    return shared_profiles(mine, engine.stage_id, engine.grid.get_pipe_parallel_group())
+    profiles = shared_profiles(mine, engine.stage_id, group)
+    if not with_units:
+        return Profiles(profiles)
+    units = tuple(layer.unit_costs for layer in layers[: len(engine.module.forward_funcs)])
+    return Profiles(profiles, shared_profiles(units, engine.stage_id, group))
 
 
 def tied_parameters(module: PipelineModule) -> list[tuple[tuple[str, int], ...]]:
@@ -52,7 +74,7 @@ def count_trained(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _profiled_layers(engine: Any) -> list[ProfiledLayer]:
+def _profiled_layers(engine: Any, with_units: bool) -> list[ProfiledLayer]:
     module = engine.module
     inventory = LayerInventory.of(module)
     first = module._local_start
@@ -63,6 +85,7 @@ def _profiled_layers(engine: Any) -> list[ProfiledLayer]:
             recomputable=inventory.recomputable[first + position],
             tied=tied,
             synchronize=_device().synchronize,
+            with_units=with_units,
         )
         for position, (layer, tied) in enumerate(zip(module.forward_funcs, tied_parameters(module), strict=True))
     ]

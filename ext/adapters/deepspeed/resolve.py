@@ -10,6 +10,7 @@ from ext.adapters.deepspeed.layers import LayerInventory
 from ext.config import ExtConfig, resolved
 from ext.config.decide import Decision, decide
 from ext.pipeline.stage_model import PipelineProfile
+from ext.recompute.pipeline_tables import UnitCostsOfStages
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ def resolve(
     num_microbatches: int,
     profile: PipelineProfile | None = None,
     budgets: Sequence[int] | None = None,
+    units: UnitCostsOfStages | None = None,
 ) -> Resolution:
     """Build the plan for a module's layers; see `decide`."""
     decision = decide(
@@ -38,10 +40,11 @@ def resolve(
         num_microbatches,
         profile,
         budgets,
+        units=units,
     )
     plan, schedule = decision.plan, decision.schedule
     replaces = config.recompute is not None or schedule.recomputes_by_default or any(plan.recomputed_layers)
-    return Resolution(schedule, plan, decision.policy, decision.chosen, replaces_host_checkpointing=replaces)
+    return Resolution(**vars(decision), replaces_host_checkpointing=replaces)
 
 
 def summary(config: ExtConfig, resolution: Resolution | None) -> str:

@@ -1,0 +1,257 @@
+"""Tables for all layers of one stage, whatever kinds of layers it has. No torch.
+
+Solvers decide about equal layers. A stage with several kinds is decided kind by kind, the smallest first: each may use
+its share of what is left between the least and the most that the kinds can use, and the largest gets all that remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ext.recompute.problem import InfeasibleBudget, Solution, StageProblem
+from ext.recompute.table import KEEP, UNUSED, UnitTable, keep_all
+from ext.recompute.units import LayerCosts, UnitCosts
+from ext.recompute.windows import Window
+
+Solve = Callable[[StageProblem], Solution]
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """One stage as it is before tables are chosen.
+
+    Attributes:
+        layers: costs by position in the stage; None for a layer that is kept whole (see `worth_deciding`).
+        in_flight: most micro-batches that the stage holds activations of.
+        budget: bytes for what these layers hold, inputs included.
+        windows: of the whole stage: capacities are seconds for all its layers together.
+        held: see `StageProblem`.
+    """
+
+    layers: tuple[LayerCosts | None, ...]
+    in_flight: int
+    budget: int
+    windows: tuple[Window, ...] = ()
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Equal layers of a stage and what was decided about them.
+
+    Attributes:
+        positions: of the layers within the stage, in order.
+        problem: that was solved.
+        solution: a table for each of the positions.
+    """
+
+    positions: tuple[int, ...]
+    problem: StageProblem
+    solution: Solution
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes per micro-batch that the forward keeps, without the layers' inputs."""
+        return sum(unit.held for unit, decision in self._decisions() if decision == KEEP) + self.read_again
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes per micro-batch that the forward does not keep, against recomputing nothing."""
+        return sum(unit.held for unit, decision in self._decisions() if decision != KEEP) - self.read_again
+
+    @property
+    def read_again(self) -> int:
+        """Bytes per micro-batch that are kept for recomputes alone."""
+        total = 0
+        for table in self.solution.tables:
+            units = self.problem.layer.units
+            read = {name for unit in units if table[unit.name] not in (KEEP, UNUSED) for name in unit.inputs}
+            total += sum(unit.bytes - unit.held for unit in units if table[unit.name] == KEEP and unit.name in read)
+        return total
+
+    def _decisions(self) -> Iterator[tuple[UnitCosts, str]]:
+        for table in self.solution.tables:
+            for unit in self.problem.layer.units:
+                yield unit, table[unit.name]
+
+
+@dataclass(frozen=True)
+class StageTables:
+    """Tables of one stage.
+
+    Attributes:
+        tables: by position in the stage.
+        parts: the kinds of layers about which something was decided.
+    """
+
+    tables: tuple[UnitTable, ...]
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of recomputation in the critical path, per micro-batch on average."""
+        return sum(part.solution.exposed for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        """That the decided layers hold at most."""
+        return sum(part.solution.bytes for part in self.parts)
+
+    @property
+    def num_recomputing(self) -> int:
+        """Layers that recompute something."""
+        return sum(any(decision not in (KEEP, UNUSED) for _, decision in table.decisions) for table in self.tables)
+
+    def recomputed(self, *windows: str) -> list[list[UnitCosts]]:
+        """By layer, the units that these windows recompute; all of them where no window is named."""
+        return [
+            [
+                unit
+                for unit in part.problem.layer.units
+                if table[unit.name] in windows or (not windows and table[unit.name] not in (KEEP, UNUSED))
+            ]
+            for part in self.parts
+            for table in part.solution.tables
+        ]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes per micro-batch that the forward keeps of these layers, without their inputs."""
+        return sum(part.kept_bytes for part in self.parts)
+
+    @property
+    def read_again(self) -> int:
+        """Bytes per micro-batch that are kept for recomputes alone."""
+        return sum(part.read_again for part in self.parts)
+
+    @property
+    def num_units(self) -> int:
+        """Recomputes of one micro-batch."""
+        return sum(map(len, self.recomputed()))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes per micro-batch that the forward does not keep."""
+        return sum(part.saved_bytes for part in self.parts)
+
+
+def solve_stage(stage: StageLayers, solve: Solve) -> StageTables:
+    """Tables for the layers of a stage.
+
+    Args:
+        stage: see `StageLayers`.
+        solve: finds tables for equal layers, or raises `InfeasibleBudget`.
+
+    Raises:
+        InfeasibleBudget: no tables fit; says the least that the stage can do with.
+    """
+    kinds = [_Kind(positions, costs) for positions, costs in _kinds(stage.layers)]
+    total = sum(kind.weight for kind in kinds)
+    problems = [
+        StageProblem(
+            kind.costs,
+            len(kind.positions),
+            stage.in_flight,
+            0,
+            tuple(_share(window, kind.weight / total / len(kind.positions)) for window in stage.windows),
+            stage.held,
+        )
+        for kind in kinds
+    ]
+    most = [p.in_flight * p.num_layers * p.layer.activation_bytes for p in problems]
+    if sum(most) <= stage.budget:
+        solve = _keep_all
+    least = [_least(problem, solve) for problem in problems]
+    if sum(least) > stage.budget:
+        raise InfeasibleBudget(stage.budget, sum(least))
+    order = sorted(range(len(kinds)), key=lambda k: most[k])
+    left, parts = stage.budget, {}
+    for done, k in enumerate(order):
+        later = order[done + 1 :]
+        spare = left - least[k] - sum(least[j] for j in later)
+        growth, wanted = most[k] - least[k], sum(most[j] - least[j] for j in later)
+        share = spare if not later else spare * growth // (growth + wanted) if growth > 0 else 0
+        solution = solve(replace(problems[k], budget=least[k] + share))
+        left -= solution.bytes
+        parts[k] = Part(kinds[k].positions, replace(problems[k], budget=least[k] + share), solution)
+    tables = [keep_all(())] * len(stage.layers)
+    for part in parts.values():
+        for position, table in zip(part.positions, part.solution.tables, strict=True):
+            tables[position] = table
+    return StageTables(tuple(tables), tuple(parts[k] for k in sorted(parts)))
+
+
+def worth_deciding(costs: LayerCosts) -> bool:
+    """Whether there is anything to save in a layer."""
+    return any(unit.bytes > 0 and unit.needed and not unit.keep for unit in costs.units)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    positions: tuple[int, ...]
+    costs: LayerCosts
+
+    @property
+    def weight(self) -> float:
+        """For the share of a window that these layers get."""
+        return len(self.positions) * sum(unit.time for unit in self.costs.units) or 1e-12
+
+
+def _kinds(layers: Iterable[LayerCosts | None]) -> list[tuple[tuple[int, ...], LayerCosts]]:
+    """Layers of one structure, with the least time that any of them took for each unit."""
+    found: dict[object, list[tuple[int, LayerCosts]]] = {}
+    for position, costs in enumerate(layers):
+        if costs is not None:
+            structure = costs.input_bytes, tuple(replace(unit, time=0.0) for unit in costs.units)
+            found.setdefault(structure, []).append((position, costs))
+    return [
+        (tuple(position for position, _ in group), _fastest([costs for _, costs in group])) for group in found.values()
+    ]
+
+
+def _fastest(group: Sequence[LayerCosts]) -> LayerCosts:
+    units = [
+        replace(alike[0], time=min(unit.time for unit in alike))
+        for alike in zip(*(costs.units for costs in group), strict=True)
+    ]
+    return replace(
+        group[0],
+        units=tuple(units),
+        forward=min(costs.forward for costs in group),
+        backward=min(costs.backward for costs in group),
+    )
+
+
+def _share(window: Window, share: float) -> Window:
+    return replace(window, capacity=window.capacity * share)
+
+
+def _least(problem: StageProblem, solve: Solve) -> int:
+    """Bytes of the smallest budget for which there are tables."""
+    try:
+        return solve(problem).bytes
+    except InfeasibleBudget as error:
+        return error.smallest_budget
+
+
+def _keep_all(problem: StageProblem) -> Solution:
+    """The solution where memory suffices for everything."""
+    table = UnitTable.of({unit.name: KEEP if unit.needed or unit.keep else UNUSED for unit in problem.layer.units})
+    held = problem.in_flight * problem.num_layers * problem.layer.activation_bytes
+    return Solution((table,) * problem.num_layers, 0.0, held, "all kept")
+
+
+def seconds(layers: Iterable[Iterable[UnitCosts]]) -> float:
+    """Time of the units of some layers."""
+    return sum(unit.time for units in layers for unit in units)
+
+
+def size(layers: Iterable[Iterable[UnitCosts]]) -> int:
+    """Bytes of the units of some layers."""
+    return sum(unit.bytes for units in layers for unit in units)
+
+
+def working_set(tables: StageTables, *windows: str) -> int:
+    """Most bytes that the units of these windows, of one layer, bring back."""
+    return max((size([units]) for units in tables.recomputed(*windows)), default=0)
