@@ -45,6 +45,10 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return column_parallel_linear(x, self.weight, self.bias, self.group)
 
+    def local(self, x: Tensor) -> Tensor:
+        """The same, where the caller sums the gradient of ``x`` over the group."""
+        return functional.linear(x, self.weight, self.bias)
+
 
 class RowParallelLinear(nn.Module):
     """This rank's part of the input, ``(..., in / ranks)``, to the whole output ``(..., out)``.
@@ -68,7 +72,14 @@ class RowParallelLinear(nn.Module):
         self.register_parameter("bias", None if linear.bias is None else nn.Parameter(linear.bias.detach().clone()))
 
     def forward(self, x: Tensor) -> Tensor:
-        output = row_parallel_linear(x, self.weight, self.group)
+        return self.with_bias(row_parallel_linear(x, self.weight, self.group))
+
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's share of the output, where the caller sums it over the group and adds the bias behind that."""
+        return functional.linear(x, self.weight)
+
+    def with_bias(self, output: Tensor) -> Tensor:
+        """The summed output and the bias."""
         return output if self.bias is None else output + self.bias
 
 
