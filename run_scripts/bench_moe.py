@@ -2,14 +2,16 @@
 
 Times are of one dispatch and combine with a capacity and idle experts, 4 nodes of 4 ranks over gloo. The nodes are
 network namespaces behind a relay that takes a fixed time for every packet (root needed), then the same ranks on the
-plain network of this machine. A time is taken from a start that all ranks share to the end of the slowest rank;
-algorithms take turns; figures are medians. Rows between nodes are counted, not timed.
+plain network of this machine. A time is taken from a start that all ranks share to the end of the slowest rank, on the
+plain network over several calls in a row; algorithms take turns; times are medians, ratios medians over turns of two
+times in the same turn. Rows between nodes are counted, not timed.
 
-The default run takes about two minutes on two idle cores, most of it for the slow network.
+The default run takes about three minutes on two idle cores.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -32,14 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from emulated_network import DEVICE, emulated_network, enter
 from ext.comm.topology import rank_groups
-from ext.moe.dispatcher import DISPATCHERS, Auto
+from ext.moe.dispatcher import DISPATCHERS
 from ext.moe.dispatchers.base import Dispatcher
 from ext.testing.ranks import run_ranks
 
 NODES, RANKS_PER_NODE = 4, 4
 HIDDEN = 64
 CAPACITIES = (1, 4, 16, 64, 256)
-START_DELAY_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,23 @@ class Network:
         namespaces: one per node; empty for the machine's own network.
         store: file by which the ranks find each other there.
         rounds: how often each algorithm is timed at each size.
+        calls: how many calls in a row make one time.
+        start_delay_s: until a start that all ranks have heard of.
     """
 
     name: str
     namespaces: tuple[str, ...]
     store: str
     rounds: int
+    calls: int
+    start_delay_s: float
 
 
 Row = dict[str, Any]
 
 
 def time_algorithms(rank: int, world_size: int, network: Network) -> list[Row]:
-    """On every rank: median seconds by algorithm, at every size."""
+    """On every rank: by size, the seconds of every turn by algorithm."""
     if network.namespaces:
         dist.barrier()  # all are connected before the first one leaves
         time.sleep(0.5)
@@ -72,22 +77,20 @@ def time_algorithms(rank: int, world_size: int, network: Network) -> list[Row]:
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
         dist.init_process_group("gloo", init_method=f"file://{network.store}", rank=rank, world_size=world_size)
     (group,) = rank_groups([dist.group.WORLD], RANKS_PER_NODE)
-    factories = {name: DISPATCHERS.get(name)() for name in ("linear", "hierarchical")}
-    factories["auto"] = Auto(Auto.Config(probe_seconds=6.0))
+    factories = {name: DISPATCHERS.get(name)() for name in ("linear", "hierarchical", "auto")}
     dispatchers = {name: factory.build(group, world_size) for name, factory in factories.items()}
+    orders = list(itertools.permutations(dispatchers))
     rows = []
     for capacity in CAPACITIES:
         for dispatcher in [*dispatchers.values()] * 3:
             _call(dispatcher, capacity)  # connections, and the measurement of auto
         ends: dict[str, list[float]] = {name: [] for name in dispatchers}
         for turn in range(network.rounds):
-            order = list(dispatchers)[turn % 3 :] + list(dispatchers)[: turn % 3]
-            for name in order:
-                ends[name].append(_seconds(dispatchers[name], capacity))
+            for name in orders[turn % len(orders)]:
+                ends[name].append(_seconds(dispatchers[name], capacity, network))
         times = torch.tensor([ends[name] for name in dispatchers], dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        medians = [statistics.median(row) for row in times.tolist()]
-        rows.append({"bytes": capacity * HIDDEN * 4, **dict(zip(dispatchers, medians, strict=True))})
+        rows.append({"bytes": capacity * HIDDEN * 4, **dict(zip(dispatchers, times.tolist(), strict=True))})
     return rows
 
 
@@ -100,14 +103,15 @@ def _call(dispatcher: Dispatcher, capacity: int) -> None:
 
 
 @torch.no_grad()
-def _seconds(dispatcher: Dispatcher, capacity: int) -> float:
+def _seconds(dispatcher: Dispatcher, capacity: int, network: Network) -> float:
     """From a start that all ranks share; the clock of `time.monotonic` is one for all namespaces."""
     start = torch.tensor(time.monotonic(), dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
-    begin = start.item() + START_DELAY_S
+    begin = start.item() + network.start_delay_s
     time.sleep(max(0.0, begin - time.monotonic()))
-    _call(dispatcher, capacity)
-    return time.monotonic() - begin
+    for _ in range(network.calls):
+        _call(dispatcher, capacity)
+    return (time.monotonic() - begin) / network.calls
 
 
 def count_rows(rank: int, world_size: int, ranks_per_node: int, k: int, zipf: float) -> tuple[int, int]:
@@ -128,9 +132,9 @@ def timings(network: Network) -> Iterator[Row]:
     measured = run_ranks(time_algorithms, NODES * RANKS_PER_NODE, network, timeout=400)[0]
     for row in measured:
         where = f"{network.name}, {row['bytes']} bytes per peer"
-        best = min(row["linear"], row["hierarchical"])
-        yield _row(f"hierarchical dispatch, {where}", row["hierarchical"] * 1e3, row["linear"] * 1e3, "ms", "linear")
-        yield _row(f"auto dispatch, {where}", row["auto"] * 1e3, best * 1e3, "ms", "the better of both")
+        best = min("linear", "hierarchical", key=lambda name, row=row: statistics.median(row[name]))
+        yield _compared(f"hierarchical dispatch, {where}", row["hierarchical"], row["linear"], "linear")
+        yield _compared(f"auto dispatch, {where}", row["auto"], row[best], f"the better of both, {best}")
 
 
 def rows_between_nodes() -> Iterator[Row]:
@@ -142,12 +146,17 @@ def rows_between_nodes() -> Iterator[Row]:
         yield _row(name, sent, naive, "rows", "one per expert")
 
 
-def _row(name: str, measured: float, reference: float, unit: str, against: str) -> Row:
+def _compared(name: str, ours: list[float], other: list[float], against: str) -> Row:
+    ratio = statistics.median(a / b for a, b in zip(ours, other, strict=True))
+    return _row(name, statistics.median(ours) * 1e3, statistics.median(other) * 1e3, "ms", against, ratio)
+
+
+def _row(name: str, measured: float, reference: float, unit: str, against: str, ratio: float | None = None) -> Row:
     return {
         "name": name,
         "measured": measured,
         "reference": reference,
-        "ratio": measured / reference,
+        "ratio": measured / reference if ratio is None else ratio,
         "unit": unit,
         "against": against,
         "command": " ".join(["python", *sys.argv]),
@@ -183,7 +192,10 @@ def _all(folder: Path, packet_us: float, emulated: bool, plain: bool) -> Iterato
         made = emulated_network(NODES, packet_us=packet_us) if is_emulated else nullcontext([])
         with made as namespaces:
             store = str(folder / ("emulated" if is_emulated else "plain"))
-            yield from timings(Network(name, tuple(namespaces), store, rounds=9 if is_emulated else 21))
+            if is_emulated:
+                yield from timings(Network(name, tuple(namespaces), store, rounds=18, calls=1, start_delay_s=0.1))
+            else:
+                yield from timings(Network(name, (), store, rounds=18, calls=8, start_delay_s=0.03))
 
 
 if __name__ == "__main__":

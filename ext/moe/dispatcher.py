@@ -89,7 +89,7 @@ class Auto(DispatcherFactory):
     class Config(DispatcherConfig):
         type: Literal["auto"] = "auto"
         probe_seconds: Annotated[float, Field(gt=0, le=60)] = Field(
-            default=2.0, description="the longest time that one measurement may take"
+            default=4.0, description="about how long one measurement may take"
         )
         probe_file: str | None = Field(
             default=None, description="JSON file that keeps the measurements for later runs on the same nodes"

@@ -13,7 +13,7 @@ from ext.core.errors import ConfigError
 from ext.core.replay import Memory
 from ext.moe import probe
 from ext.moe.dispatcher import DISPATCHERS, Auto
-from ext.moe.probe import Table
+from ext.moe.table import Table
 from ext.testing.ranks import run_ranks
 
 TABLE = Table((1024, 4096, 16384), (3e-3, 4e-3, 5e-3), (1e-3, 4e-3, 20e-3))
@@ -76,6 +76,15 @@ def _on_two_nodes(rank: int, world_size: int, folder: str) -> dict:
         "describe": dispatcher.describe(),
     }
 
+    # A call far beyond what was measured is measured too, one that is near is not.
+    measured, measure_one = [], probe.measure_one
+    probe.measure_one = lambda *args: measured.append(args[1]) or measure_one(*args)
+    for capacity in (16, 20, 8, 2):
+        _dispatched(dispatcher, rank, 4, capacity)
+    found["measured"] = measured
+    found["extended"] = {key[1]: table.sizes for key, table in probe._tables.items()}
+    found["tables"] = dict(probe._tables)
+
     dist.barrier()
     saved = Path(file).read_text()
     probe._tables.clear()
@@ -133,7 +142,9 @@ def test_on_two_nodes(tmp_path):
         assert found["broken"] == results[0]["broken"]
     first = results[0]
     assert sorted(key[1].split(", ")[2] for key in first["tables"]) == ["capacity", "dropless"]
-    assert all(table.sizes for table in first["tables"].values())
+    # Up to the size of the first call, 4 experts x capacity 2 or 4 tokens x 2, of 256 bytes; then capacity 16.
+    assert sorted(first["extended"].values()) == [(512, 2048), (1024, 2048, 16384)]
+    assert first["measured"] == [16]
     assert all("Remove the file to measure again." in text for text in first["broken"])
     # One line per mode, from the first rank alone, with both times.
     lines = [line for line in first["lines"] if line.startswith("MoE dispatch over 2 nodes of 2 ranks: ")]

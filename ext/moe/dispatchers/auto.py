@@ -12,13 +12,17 @@ from ext.comm.agree import extremes
 from ext.comm.topology import RankGroup
 from ext.moe.dispatchers.base import Dispatcher, Routes
 from ext.moe.dispatchers.choosing import ChoosingDispatcher
-from ext.moe.probe import Probe, Table, measured
+from ext.moe.probe import Probe, measured
+from ext.moe.table import Table
 
 logger = logging.getLogger(__name__)
 
 
 class AutoDispatcher(ChoosingDispatcher):
-    """Measures both on its first call (per number of choices and mode), then chooses by size; linear within 2 %."""
+    """Chooses by size from a measurement; linear within 2 %.
+
+    It measures on the first call, per number of choices and mode, and again for a call much larger than all before.
+    """
 
     def __init__(
         self,
@@ -42,23 +46,17 @@ class AutoDispatcher(ChoosingDispatcher):
         return f"auto ({'; '.join(self._reasons.values())})"
 
     def _choose(self, x: Tensor, routes: Routes) -> Dispatcher:
-        row = x.shape[1] * x.element_size()
-        k = routes.ids.shape[1]
-        if routes.capacity is not None:
-            size = self.num_experts * routes.capacity * row
-        else:
-            most = routes.max_tokens
-            if most is None:
-                (most,), _ = extremes(torch.tensor([x.shape[0]], device=x.device), self.group.process_group)
-            size = most * k * row
-        table = self._table(x, k, routes.capacity is None)
+        is_dropless = routes.capacity is None
+        k = routes.ids.shape[1] if is_dropless else None
+        probe = Probe(self.linear, self.hierarchical, x.shape[1], x.dtype, x.device, k)
+        rows = routes.max_tokens if is_dropless else routes.capacity
+        if rows is None:
+            (rows,), _ = extremes(torch.tensor([x.shape[0]], device=x.device), self.group.process_group)
+        size = rows * probe.step
+        table = measured(probe, size, self._probe_seconds, self._probe_file)
         is_two_level = table.prefers_hierarchical(size)
-        self._tell("dropless" if routes.capacity is None else "with a capacity", size, table, is_two_level)
+        self._tell("dropless" if is_dropless else "with a capacity", size, table, is_two_level)
         return self.hierarchical if is_two_level else self.linear
-
-    def _table(self, x: Tensor, k: int, is_dropless: bool) -> Table:
-        probe = Probe(self.linear, self.hierarchical, x.shape[1], x.dtype, x.device, k if is_dropless else None)
-        return measured(probe, self._probe_seconds, self._probe_file)
 
     def _tell(self, mode: str, size: int, table: Table, is_two_level: bool) -> None:
         """One line per mode and winner, from the group's first rank."""
