@@ -99,6 +99,8 @@ def _own_problems(
             "bf16.enabled: DeepSpeed cannot load the checkpoints that it writes for bf16 without ZeRO. "
             "Set zero_optimization.stage to 1, or --save-every 0 for a run without checkpoints."
         )
+    if arguments.num_experts is None and _has_moe_block(ds_config):
+        yield "ext.moe: the model has no experts. Give --num-experts, say 8, or remove the block."
     if arguments.expert_parallel and data_parallel and data_parallel % arguments.expert_parallel:
         yield (
             f"--expert-parallel: {arguments.expert_parallel} ranks do not divide the {data_parallel} "
@@ -114,6 +116,11 @@ def _own_problems(
             f"--num-layers: {arguments.num_layers} transformer blocks cannot fill {num_stages} pipeline stages. "
             f"Use more layers or fewer stages."
         )
+
+
+def _has_moe_block(ds_config: Mapping[str, Any]) -> bool:
+    block = ds_config.get("ext")
+    return isinstance(block, dict) and block.get("enabled", True) is not False and block.get("moe") is not None
 
 
 def _partition(ds_config: Mapping[str, Any]) -> Any:

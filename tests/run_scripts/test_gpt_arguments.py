@@ -61,6 +61,10 @@ def test_all_wrong_values_are_named_at_once():
         (["--world-size", 2, "--config", "/none.json"], "/none.json"),
         (["--world-size", 2, "--vocab-size", 100], "--vocab-size: 100 is too small, the tokenizer has 257"),
         (["--world-size", 4, "--num-experts", 8, "--expert-parallel", 4], "4 ranks do not divide the 2 replicas"),
+        (
+            ["--world-size", 2, "--config", PROGRAM.parent / "configs" / "gpt_moe_ep2.json"],
+            "ext.moe: the model has no experts. Give --num-experts",
+        ),
         (["--world-size", 2, "--tokenizer", "/none.json"], "--tokenizer: /none.json cannot be read"),
     ],
 )
