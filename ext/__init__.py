@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "describe", "initialize", "memory_report", "pipeline_module"]
+__all__ = ["__version__", "describe", "initialize", "memory_report", "pipeline_module", "recompute_report"]
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -63,13 +63,27 @@ def memory_report(engine: Any) -> list[Any]:
     return memory_report(engine)
 
 
+def recompute_report(engine: Any) -> list[Any]:
+    """What the policies `lynx_heu` and `lynx_opt` recomputed in the last training step, planned beside measured.
+
+    Empty under other policies. Collective over the pipeline of this rank.
+
+    Returns:
+        One `ext.recompute.stage_report.StageRecompute` per stage; ``ext.recompute.stage_report.table`` writes them out.
+    """
+    from ext.adapters.deepspeed.initialize import recompute_report
+
+    return recompute_report(engine)
+
+
 def describe(engine: Any) -> dict[str, Any]:
     """What is active in an engine that `initialize` returned.
 
     Returns:
         ``active``, ``schedule``, ``policy``, ``partition`` (type and layers per stage), ``dispatcher``,
         ``plan_hash``, ``orders`` (rank as string -> actions as text, without communication) and ``recomputes``
-        (stage as string -> layers that this rank re-ran in its last training step). Local: any rank may call it.
+        (stage as string -> layers, or units of layers, that this rank re-ran in its last training step). Local: any
+        rank may call it.
     """
     from ext.adapters.deepspeed.initialize import describe
 

@@ -25,6 +25,7 @@ import ext
 from ext.adapters.deepspeed.report import StepReport
 from ext.config.batch import read_batch
 from ext.core.errors import ConfigError
+from ext.recompute.stage_report import lines
 from gpt import corpus, device, model, sampling, tensor_parallel
 from gpt.arguments import RUNS, Arguments
 from gpt.check import vocabulary
@@ -80,7 +81,8 @@ def run(arguments: Arguments, ds_config: dict[str, Any], num_stages: int) -> int
         if intact is not None:
             logger.info("going on after step %d from %s", start, intact.folder)
         signum = trainer.run(start, stop)
-    ending = Ending(trainer.memory_gib(), trainer.figures(NUM_REPORTED_STEPS), output, signum)
+    recomputed = list(lines(ext.recompute_report(engine)))
+    ending = Ending(trainer.memory_gib(), trainer.figures(NUM_REPORTED_STEPS), recomputed, output, signum)
     if is_first:
         _say_how_it_ended(engine, trainer, ending)
     stop.finish()
@@ -191,6 +193,7 @@ class Ending:
 
     memory_gib: tuple[float, ...]
     figures: StepReport | None
+    recomputed: list[str]
     output: Path
     signum: int
 
@@ -214,6 +217,7 @@ def _say_how_it_ended(engine: Any, trainer: Trainer, ending: Ending) -> None:
         memory_gib=ending.memory_gib,
         memory_kind="resident memory" if device.is_cpu() else "device memory",
         live_bytes=[(row.measured, row.live) for row in ext.memory_report(engine)],
+        recomputed=ending.recomputed,
         checkpoint=trainer.history.checkpoint,
         resolved_config=ending.output / RESOLVED_CONFIG,
     ).show(Console())

@@ -15,6 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 import ext
+from ext.recompute.units import MLP, LayerUnits, Unit
 
 INIT_STD = 0.02
 
@@ -119,7 +120,10 @@ class ExpertMlp(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One block, attention and MLP or experts, each behind its norm: the unit of partition and of recomputation."""
+    """One block, attention and MLP or experts, each behind its norm: the unit of partition and of recomputation.
+
+    Policies that look into a layer decide about its `units`.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -132,6 +136,30 @@ class TransformerLayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+
+    def units(self) -> LayerUnits:
+        """The forward in pieces that are kept or recomputed one by one; experts are always kept."""
+        attention = [
+            Unit("norm1", self.attention_norm, ("x",)),
+            Unit("qkv", self.attention.qkv, ("norm1",)),
+            Unit("mix", self.attention.mix, ("qkv",)),
+            Unit("residual", self._residual(self.attention.out), ("x", "mix"), MLP),
+            Unit("norm2", self.mlp_norm, ("residual",), MLP),
+        ]
+        if not isinstance(self.mlp, Mlp):
+            run = self._residual(self.mlp)
+            experts = Unit("experts", run, ("residual", "norm2"), MLP, keep=True, communication=True)
+            return LayerUnits((*attention, experts))
+        expand, activation, contract = self.mlp
+        mlp = [
+            Unit("fc1", expand, ("norm2",), MLP),
+            Unit("gelu", activation, ("fc1",), MLP),
+            Unit("out", self._residual(contract), ("residual", "gelu"), MLP),
+        ]
+        return LayerUnits((*attention, *mlp))
+
+    def _residual(self, module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda hidden, x: hidden + self.dropout(module(x))
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:

@@ -107,6 +107,7 @@ class Summary:
         memory_kind: what was measured.
         live_bytes: of each stage, states and activations as measured in the first step and as predicted before it;
             empty where nobody asked.
+        recomputed: of each stage, what its windows carried; empty where no policy decides about units.
         checkpoint: the last one written.
         resolved_config: the file.
     """
@@ -124,6 +125,7 @@ class Summary:
     memory_gib: tuple[float, ...]
     memory_kind: str
     live_bytes: Sequence[tuple[int | None, int]]
+    recomputed: Sequence[str]
     checkpoint: Path | None
     resolved_config: Path
 
@@ -146,6 +148,8 @@ class Summary:
         if self.live_bytes:
             pairs = [_pair(_mib(measured), _mib(predicted), "{:,.1f}") for measured, predicted in self.live_bytes]
             yield "held per stage, measured / predicted", ", ".join(pairs) + " MiB"
+        if self.recomputed:
+            yield "recomputed per micro-batch, planned / measured", "\n".join(self.recomputed)
         yield "plan", self.plan_hash or "-"
         yield "checkpoint", str(self.checkpoint or "-")
         yield "resolved config", str(self.resolved_config)

@@ -67,6 +67,7 @@ def test_summary_shows_all_it_is_given_on_a_narrow_terminal():
         memory_gib=(1.0, 1.25),
         memory_kind="resident memory",
         live_bytes=[(3 * 2**20, 2**21), (None, 2**21)],
+        recomputed=["stage 0: 3 MiB saved"],
         checkpoint=Path("/very/long" * 10),
         resolved_config=Path("run/resolved.json"),
     )
@@ -80,6 +81,7 @@ def test_summary_shows_all_it_is_given_on_a_narrow_terminal():
         "20.0% / -",
         "1.00, 1.25 GiB",
         "3.0 / 2.0,",
+        "stage 0: 3 MiB saved",
     ):
         assert part in text
     assert str(summary.checkpoint) in text.replace(" ", "").replace("\u2502\n\u2502\u2502", "")

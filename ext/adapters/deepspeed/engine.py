@@ -12,6 +12,7 @@ import torch
 from deepspeed.runtime.pipe import engine as host
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch import distributed as dist
 
 from ext.adapters.deepspeed import instructions, resolve
 from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
@@ -25,7 +26,9 @@ from ext.pipeline.actions import Action, Kind
 from ext.pipeline.build import forward_plan
 from ext.pipeline.plan import Plan
 from ext.pipeline.trace import LOAD
+from ext.recompute import stage_report
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
+from ext.recompute.stage_report import StageRecompute, stage_recompute
 from ext.recompute.stage_units import StageUnits
 from ext.runtime.channels import Channel, Links, Message, TensorSpec, as_tuple
 from ext.runtime.guard import FailureGuard
@@ -82,6 +85,7 @@ class PlanPipelineEngine(PipelineEngine):
         self.guard = FailureGuard()
         self._links: Links | None = None
         self._units: StageUnits | None = None
+        self._told_of_units = False
         self.recorder = Recorder(clock_for(torch.device(self.device)))
         self._tracer = Tracer.of(config, self.guard)
         self.memory = MemoryWatch(self)
@@ -93,6 +97,8 @@ class PlanPipelineEngine(PipelineEngine):
         with self.watchdog.step(f"training step {step}"), self.recorder.step(step):
             loss = super().train_batch(data_iter)
         self.memory.after_step()
+        if self._units is not None and not self._told_of_units:
+            self._tell_of_units()
         if self._tracer is not None:
             self._tracer.after_step(self, step)
         return loss
@@ -129,7 +135,7 @@ class PlanPipelineEngine(PipelineEngine):
         decide = partial(resolve.resolve, config, self.inventory, self.micro_batches, *known)
         self.resolution = self._decided_by_rank_0(decide) if decides_by_search(config) else decide()
         self.plan = self.resolution.plan
-        self._units = self._stage_units()
+        self._units, self._told_of_units = self._stage_units(), False
         self.recorder.clear()
         self.memory.predict()
 
@@ -140,6 +146,23 @@ class PlanPipelineEngine(PipelineEngine):
             return None
         stage = self.stage_id
         return StageUnits(tables.stages[stage], self._trackers, tables.reserves[stage], self.memory.note)
+
+    def recompute_report(self) -> list[StageRecompute]:
+        """What every stage recomputed in the last step, by stage; empty without a unit policy. Collective."""
+        tables = self.resolution.tables
+        if tables is None or self._units is None:
+            return []
+        mine = stage_recompute(tables, self.stage_id, self._units.report)
+        stages: list[Any] = [mine] * self.num_stages
+        if self.num_stages > 1:
+            dist.all_gather_object(stages, mine, group=self.grid.get_pipe_parallel_group())
+        return sorted(stages, key=lambda stage: stage.stage)
+
+    def _tell_of_units(self) -> None:
+        self._told_of_units = True
+        stages = self.recompute_report()
+        if self.global_rank == 0:
+            logger.info("%s", stage_report.table(stages))
 
     def _decided_by_rank_0(self, decide: Callable[[], resolve.Resolution]) -> resolve.Resolution:
         """What rank 0 decides, on every rank: a search that the clock ends may not find the same twice."""

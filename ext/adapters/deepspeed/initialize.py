@@ -29,6 +29,7 @@ from ext.core.launch_env import check_launch_environment
 from ext.core.versions import deepspeed_refusal
 from ext.pipeline.memory_table import StageMemory
 from ext.pipeline.plan_file import read_plan
+from ext.recompute.stage_report import StageRecompute
 from ext.runtime.guard import FailureGuard
 
 # The patch deepspeed_initialize may put our own function in its place later.
@@ -81,6 +82,11 @@ def _write_together(engine: Any, config: ExtConfig, resolution: Any) -> None:
 def memory_report(engine: Any) -> list[StageMemory]:
     """See `ext.memory_report`."""
     return list(engine.memory.rows) if isinstance(engine, PlanPipelineEngine) else []
+
+
+def recompute_report(engine: Any) -> list[StageRecompute]:
+    """See `ext.recompute_report`."""
+    return engine.recompute_report() if isinstance(engine, PlanPipelineEngine) else []
 
 
 def describe(engine: Any) -> dict[str, Any]:
