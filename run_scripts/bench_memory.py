@@ -14,7 +14,6 @@ each costs by itself. Other work on the machine shows in the times: the load is 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -22,36 +21,30 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ext.core.errors import ExtError
 from ext.pipeline.build import build_plan
 from ext.pipeline.costs import Costs
-from ext.pipeline.layout import LayerCosts, stage_costs
+from ext.pipeline.layout import stage_costs
 from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.plan_file import write_plan
 from ext.pipeline.schedule import SCHEDULES
 from ext.pipeline.simulate import Simulation, simulate
 from ext.planner.search.presets import fitting_presets
 from ext.planner.search.search import search
-from ext.planner.search.space import Space, any_layers
+from pipeline_bench.budgets import STASH, layer_costs, space
 from pipeline_bench.race import Outcome, race
+from pipeline_bench.rows import Row, row, show, times_as_long
 from pipeline_bench.setting import PLANNED, STOCK, Contestant, Setting
-
-STASH = 0.06
-"""What a recomputed layer keeps, as a share of its activations."""
 
 MERAK = ("early_recompute", "last_no_recompute", "shifted_critical_path")
 STOCK_FULL = "stock DeepSpeed, activation checkpointing"
 SPLIT_MICROBATCHES = 8
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,11 +79,7 @@ def main(
         ):
             outcomes = race(used, [entry.contestant for entry in entries], rounds, is_verbose=verbose)
             rows += _rows(used, entries, outcomes, pairs)
-    if as_json:
-        for row in rows:
-            print(json.dumps(row))
-    else:
-        _show(rows, setting, rounds)
+    show(rows, setting, rounds, as_json=as_json)
 
 
 Pairs = list[tuple[str, str]]
@@ -104,8 +93,8 @@ def _budgeted(
     entries = [Entry(Contestant(STOCK_FULL, STOCK, "1f1b", "full"), everything)]
     pairs: Pairs = []
     for number, budget in enumerate(budgets):
-        space = _space(setting, budget)
-        presets = fitting_presets(space)
+        within = space(setting, budget)
+        presets = fitting_presets(within)
         named = {
             name: build_plan(p.schedule, layers_per_stage=p.layout.layers, recomputed_layers=p.layout.recomputed)
             for name, p in presets.items()
@@ -114,7 +103,7 @@ def _budgeted(
         wanted = [name for name in ("1f1b", "zb_h1", merak) if name in named]
         labels = {name: f"Merak's best ({name})" if name == merak else name for name in wanted}
         plans = {labels[name]: named[name] for name in wanted}
-        plans["auto"] = search(space, seconds=search_seconds, tolerance=0.0).plan
+        plans["auto"] = search(within, seconds=search_seconds, tolerance=0.0).plan
         for label, plan in plans.items():
             path = folder / f"{number}-{len(entries)}.json"
             write_plan(path, plan)
@@ -141,26 +130,8 @@ def _plan(setting: Setting, name: str, recomputed: tuple[int, ...]) -> Plan:
     return build_plan(schedule, layers_per_stage=layers, recomputed_layers=recomputed)
 
 
-def _layer(setting: Setting, stash: float) -> LayerCosts:
-    share = 1 / setting.layers_per_rank
-    return LayerCosts(
-        forward=setting.forward * share,
-        input_grad=setting.input_grad * share,
-        weight_grad=setting.weight_grad * share,
-        recompute=setting.recompute * share,
-        activations=share,
-        stash=stash * share,
-    )
-
-
-def _space(setting: Setting, budget: float) -> Space:
-    layers = (setting.layers_per_rank,) * setting.num_ranks
-    models = any_layers(_layer(setting, STASH))
-    return Space(models, layers, setting.num_microbatches, (budget,) * setting.num_ranks)
-
-
 def _simulated(plan: Plan, setting: Setting, stash: float) -> Simulation:
-    stages = stage_costs(_layer(setting, stash), plan.layers_per_stage, plan.recomputed_layers)
+    stages = stage_costs(layer_costs(setting, stash), plan.layers_per_stage, plan.recomputed_layers)
     return simulate(plan, Costs(stages))
 
 
@@ -179,38 +150,12 @@ def _rows(setting: Setting, entries: Sequence[Entry], outcomes: Mapping[str, Out
         yield {**_row(f"{name}: activations", max(outcome.peaks), reference, "A"), **counted}
     for a, b in pairs:
         if a in simulated and b in simulated:
-            rounds = zip(outcomes[b].seconds, outcomes[a].seconds, strict=True)
-            faster = statistics.median(theirs / ours for theirs, ours in rounds)
+            faster = times_as_long(outcomes, b, a)
             yield _row(f"speed-up of {a} over {b}", faster, simulated[b] / simulated[a], "x")
 
 
 def _row(name: str, measured: float | None, reference: float | None, unit: str) -> Row:
-    """A line as all benchmarks print it; the reference is the simulated figure."""
-    return {
-        "name": name,
-        "measured": None if measured is None else round(measured, 4),
-        "reference": None if reference is None else round(reference, 4),
-        "ratio": None if measured is None or not reference else round(measured / reference, 4),
-        "unit": unit,
-        "command": " ".join(["run_scripts/bench_memory.py", *sys.argv[1:]]),
-        "load": os.getloadavg()[0],
-    }
-
-
-def _show(rows: Sequence[Row], setting: Setting, num_rounds: int) -> None:
-    title = (
-        f"{setting.num_ranks} ranks, {setting.num_microbatches} micro-batches, forward {setting.forward * 1e3:g} ms, "
-        f"{num_rounds} rounds, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    )
-    table = Table("", "measured", "simulated", "ratio", title=title, title_justify="left")
-    forms = {"ms": "{:.1f} ms", "x": "{:.3f}x", "A": "{:.3f} A"}
-    for row in rows:
-        if "error" in row:
-            table.add_row(row["name"], f"failed: {row['error']}")
-            continue
-        cells = [forms[row["unit"]].format(row[key]) for key in ("measured", "reference")]
-        table.add_row(row["name"], *cells, "-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-    Console(width=150).print(table)
+    return row("bench_memory.py", name, measured, reference, unit)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,14 @@ reported with them.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,6 +32,7 @@ from emulated_network import NoEmulatedNetwork
 from ext.core.errors import ConfigError
 from ext.pipeline.schedule import SCHEDULES
 from pipeline_bench.race import Outcome, race
+from pipeline_bench.rows import Row, row, show, times_as_long
 from pipeline_bench.setting import DUALPIPEV, OURS, STOCK, TORCH, Contestant, Setting, simulated_seconds
 
 DEFAULT_SCHEDULES = ("1f1b", "gpipe", "early_recompute", "last_no_recompute", "shifted_critical_path", "zb_h1")
@@ -54,8 +52,6 @@ SPEED_UPS = (
     (FULL, STOCK_FULL),
 )
 """Pairs (a, b) of which "speed-up of a over b" is reported where both ran."""
-
-Row = dict[str, Any]
 
 
 def main(
@@ -91,11 +87,7 @@ def main(
     except NoEmulatedNetwork as error:
         raise ConfigError(f"--delay-ms: {error} Leave it out, or run as root on Linux.") from error
     rows = list(_rows(setting, contestants, outcomes))
-    if as_json:
-        for row in rows:
-            print(json.dumps(row))
-    else:
-        _show(rows, setting, rounds)
+    show(rows, setting, rounds, as_json=as_json)
 
 
 def _contestants(setting: Setting, names: Sequence[str] | None, peers: bool) -> Iterator[Contestant]:
@@ -133,45 +125,13 @@ def _rows(setting: Setting, contestants: Sequence[Contestant], outcomes: Mapping
     for a, b in SPEED_UPS:
         if a.name in measured and b.name in measured:
             expected = simulated[b.name] / simulated[a.name] if simulated else 1.0
-            yield _row(f"speed-up of {a.name} over {b.name}", _times_as_long(outcomes, b, a), expected, "x")
+            yield _row(f"speed-up of {a.name} over {b.name}", times_as_long(outcomes, b.name, a.name), expected, "x")
     if TRACED.name in measured:
-        yield _row("time with trace over time without", _times_as_long(outcomes, TRACED, SCP), 1.0, "x")
-
-
-def _times_as_long(outcomes: Mapping[str, Outcome], a: Contestant, b: Contestant) -> float:
-    """How many times as long as b takes a, median of the rounds."""
-    pairs = zip(outcomes[a.name].seconds, outcomes[b.name].seconds, strict=True)
-    return statistics.median(theirs / ours for theirs, ours in pairs)
+        yield _row("time with trace over time without", times_as_long(outcomes, TRACED.name, SCP.name), 1.0, "x")
 
 
 def _row(name: str, measured: float | None, reference: float | None, unit: str) -> Row:
-    """A line as all benchmarks print it; the reference of a time and of a speed-up is the simulated one."""
-    return {
-        "name": name,
-        "measured": None if measured is None else round(measured, 4),
-        "reference": None if reference is None else round(reference, 4),
-        "ratio": None if measured is None or reference is None else round(measured / reference, 4),
-        "unit": unit,
-        "command": " ".join(["run_scripts/bench_pipeline.py", *sys.argv[1:]]),
-        "load": os.getloadavg()[0],
-    }
-
-
-def _show(rows: Sequence[Row], setting: Setting, num_rounds: int) -> None:
-    title = (
-        f"{setting.num_ranks} ranks, {setting.num_microbatches} micro-batches, forward {setting.forward * 1e3:g} ms, "
-        f"links {setting.latency * 1e3:g} ms, {num_rounds} rounds, "
-        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    )
-    table = Table("", "measured", "simulated", "ratio", title=title, title_justify="left")
-    for row in rows:
-        if "error" in row:
-            table.add_row(row["name"], f"failed: {row['error']}")
-            continue
-        form = "{:.1f} ms" if row["unit"] == "ms" else "{:.3f}x"
-        cells = [form.format(row[key]) if row[key] is not None else "-" for key in ("measured", "reference")]
-        table.add_row(row["name"], *cells, "-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-    Console(width=150).print(table)
+    return row("bench_pipeline.py", name, measured, reference, unit)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import ext
+from ext.adapters.megatron.apex import OFFERED, is_nvidias
 from ext.commands.findings import Finding
 from ext.core.versions import NEWEST_TESTED, OLDEST, deepspeed_refusal, is_newer, is_older
 
@@ -135,8 +136,7 @@ def apex() -> Iterator[Finding]:
     if folders is None:
         yield Finding("ok", "apex is not installed; it is optional, torch's own layers are used")
         return
-    offered = ("multi_tensor_apply", "normalization", "optimizers")
-    if any(all((folder / name).is_dir() for name in offered) for folder in folders):
+    if is_nvidias(folders):
         yield Finding("ok", f"NVIDIA apex in {_joined(folders)}")
         return
     try:
@@ -146,7 +146,7 @@ def apex() -> Iterator[Finding]:
         what, summary = "a package apex", None
     yield Finding(
         "warning",
-        f"{what} in {_joined(folders)} is not NVIDIA apex: it offers none of {', '.join(f'apex.{n}' for n in offered)}"
+        f"{what} in {_joined(folders)} is not NVIDIA apex: it offers none of {', '.join(f'apex.{n}' for n in OFFERED)}"
         f"{f' (it calls itself: {summary})' if summary else ''}. This package works without it; a host that imports "
         "apex may fail",
         "pip uninstall apex; NVIDIA's is built from https://github.com/NVIDIA/apex and is not on PyPI",

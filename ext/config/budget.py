@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ext.config.decide import BUDGET_KEY, leaves_recompute_open
 from ext.config.model import ExtConfig
 from ext.pipeline.memory_table import StageMemory, amount
 from ext.recompute.stage_aware import BudgetError
+
+REPORT_SWITCH = "EXT_MEMORY_REPORT"
+"""Environment variable that asks for the memory of every stage in any run; rank 0's counts."""
+
+
+def is_report_asked(environ: Mapping[str, str]) -> bool:
+    """Whether the environment asks for the memory of every stage."""
+    return environ.get(REPORT_SWITCH, "") not in ("", "0")
 
 
 def missing_budget(config: ExtConfig, *, on_cpu: bool) -> str | None:

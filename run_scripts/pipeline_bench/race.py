@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import tempfile
 import time
@@ -15,6 +16,10 @@ from emulated_network import DEVICE, emulated_network, enter
 from ext.pipeline.plan import Plan
 from ext.testing.ranks import preload, run_ranks
 from pipeline_bench.setting import Contestant, Setting
+
+DEEPSPEED, MEGATRON = "pipeline_bench.contestants", "pipeline_bench.megatron"
+HOSTS = {DEEPSPEED: ("ext.adapters.deepspeed.testing",), MEGATRON: ("ext.adapters.megatron.testing",)}
+"""Modules with contestants, and what these need loaded first."""
 
 NUM_WARMUP = 3
 _START_DELAY_S = 0.02
@@ -39,15 +44,20 @@ class Outcome:
 
 
 def race(
-    setting: Setting, contestants: Sequence[Contestant], num_rounds: int, *, is_verbose: bool = False
+    setting: Setting,
+    contestants: Sequence[Contestant],
+    num_rounds: int,
+    *,
+    host: str = DEEPSPEED,
+    is_verbose: bool = False,
 ) -> dict[str, Outcome]:
-    """Every contestant's times, by its name.
+    """Every contestant's times, by its name; ``host`` is the module that builds them.
 
     Raises:
         RanksFailed: a rank died or hung.
         NoEmulatedNetwork: the setting has a latency, and this machine cannot emulate one.
     """
-    preload("ext.adapters.deepspeed.testing", "pipeline_bench.contestants")
+    preload(*HOSTS[host], host)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, _namespaces(setting) as namespaces:
         return run_ranks(
             _on_rank,
@@ -55,6 +65,7 @@ def race(
             setting,
             list(contestants),
             num_rounds,
+            host,
             namespaces,
             folder,
             is_verbose,
@@ -83,14 +94,14 @@ def _on_rank(
     setting: Setting,
     contestants: list[Contestant],
     num_rounds: int,
+    host: str,
     namespaces: list[str],
     folder: str,
     is_verbose: bool,
 ) -> dict[str, Outcome]:
-    import deepspeed
     import torch.distributed as dist
 
-    from pipeline_bench.contestants import WARMUP_SHARE, Runner, build
+    from pipeline_bench.runner import WARMUP_SHARE, Runner
 
     if not is_verbose:
         _silence()
@@ -99,10 +110,11 @@ def _on_rank(
         enter(namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    deepspeed.init_distributed("gloo")
+    makers: Any = importlib.import_module(host)
+    makers.prepare()
 
     def warm(contestant: Contestant) -> Runner:
-        runner = build(contestant, setting, rank)
+        runner = makers.build(contestant, setting, rank)
         runner.pace(WARMUP_SHARE)
         for _ in range(NUM_WARMUP):
             runner.step()

@@ -62,9 +62,9 @@ def simulated_seconds(plan: Plan, contestant: Contestant, setting: Setting) -> f
             forward=setting.forward * share,
             input_grad=setting.input_grad * share,
             weight_grad=setting.weight_grad * share,
-            recompute=setting.recompute * share if recomputed else 0.0,
+            recompute=setting.recompute * share * recomputed / layers,
         )
-        for recomputed in plan.recomputed_layers
+        for recomputed, layers in zip(plan.recomputed_layers, plan.layers_per_stage, strict=True)
     ]
     if contestant.kind == TORCH and plan.split_backwards:
         # torch runs the whole backward of its first stage in W.

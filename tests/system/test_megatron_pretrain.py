@@ -1,5 +1,6 @@
 """Megatron-LM's own pretrain_gpt.py, unmodified, with this package's flags: losses as without them."""
 
+import json
 import os
 import re
 import shlex
@@ -33,10 +34,13 @@ MOCK = ["--vocab-size", "63", "--mock-data"]
 LOSS = re.compile(r"lm loss(?: value)?: (\S+)(?: .*grad norm: (\S+))?")
 
 
-def _launch(num_ranks, options, *, through=("run_scripts/pretrain_gpt.py", "--megatron", CHECKOUT, "--cpu", "--")):
+def _launch(
+    num_ranks, options, *, through=("run_scripts/pretrain_gpt.py", "--megatron", CHECKOUT, "--cpu", "--"), **more
+):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-port", str(free_port()), *through, *MODEL, *options]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environ |= more
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
 
 
@@ -77,6 +81,34 @@ def test_split_backward_through_ext_run_and_a_config_file(stock, tmp_path):
     done = _launch(2, [*PIPELINE, "--ext-config", str(file)], through=through)
     assert _losses(done) == stock
     assert "recomputed layers 1,0" in _summaries(done)[0]
+
+
+def test_auto_within_a_budget_and_its_plan_from_the_file(stock, tmp_path):
+    auto = ["--ext-pipeline-schedule", '{"type": "auto", "search_seconds": 0.5}', "--ext-pipeline-tolerance", "0"]
+    budget = ["--ext-recompute-memory-budget-gib", "1"]
+    done = _launch(2, [*PIPELINE, *auto, *budget], EXT_RUN_DIR=str(tmp_path), EXT_MEMORY_REPORT="1")
+    assert [loss for loss, _ in _losses(done)] == [loss for loss, _ in stock]
+    (line,) = _summaries(done)
+    assert "recompute as searched (auto)" in line
+    assert "predicted memory per stage in" in done.stderr
+    file = ["--ext-pipeline-schedule", json.dumps({"type": "plan_file", "path": str(tmp_path / "ext_plan.json")})]
+    again = _launch(2, [*PIPELINE, *file])
+    assert _losses(again) == _losses(done)
+    assert line.rpartition("plan ")[2] == _summaries(again)[0].rpartition("plan ")[2]
+
+
+def test_recomputation_by_parts_of_a_layer(stock):
+    """A budget that keeping everything does not fit; its text says what would."""
+    options = [*PIPELINE, "--ext-recompute-policy", "lynx_heu", "--ext-recompute-memory-budget-gib"]
+    done = _launch(2, [*options, "0.0001"])
+    assert done.returncode != 0
+    (smallest,) = set(re.findall(r"Smallest budgets .* by stage: (\S+) (\S+), (\S+) (\S+)\. ", done.stderr))
+    first, last = (float(smallest[i]) * {"KiB": 2**-20, "MiB": 2**-10}[smallest[i + 1]] for i in (0, 2))
+    done = _launch(2, [*options, f"{first * 1.02},{last * 1.02}"])
+    assert _losses(done) == stock
+    (line,) = _summaries(done)
+    assert "recompute lynx_heu" in line
+    assert "recomputed layers 2,2" in line
 
 
 def test_bf16_replicas_and_the_distributed_optimizer():

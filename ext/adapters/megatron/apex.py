@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_OFFERED = ("multi_tensor_apply", "normalization", "optimizers")
+OFFERED = ("multi_tensor_apply", "normalization", "optimizers")
+
+
+def is_nvidias(folders: Iterable[Path]) -> bool:
+    """Whether a package ``apex`` in these folders is NVIDIA's, by what it offers."""
+    return any(all((folder / name).is_dir() for name in OFFERED) for folder in folders)
 
 
 def hide_namesake() -> bool:
@@ -25,7 +31,7 @@ def hide_namesake() -> bool:
     if spec is None:
         return False
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if any(all((folder / name).is_dir() for name in _OFFERED) for folder in folders):
+    if is_nvidias(folders):
         return False
     modules["apex"] = None
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,18 +16,27 @@ import torch.distributed as dist
 from torch import nn
 
 from ext.adapters.megatron import arguments, limits, resolve
-from ext.adapters.megatron.layers import transformer_layers
+from ext.adapters.megatron.layers import MegatronRngTracker, transformer_layers
 from ext.adapters.megatron.linear import make_deferrable, undeferrable_layers
 from ext.adapters.megatron.profiling import profile_stages
 from ext.adapters.megatron.states import ADAM_MOMENTS, state_bytes
 from ext.adapters.megatron.step import Call
 from ext.config import ExtConfig, resolved
-from ext.config.budget import check_budgets
-from ext.config.decide import Decision, budgets_in_bytes, decides_by_search, needs_profile, reads_plan_file
+from ext.config.budget import check_budgets, is_report_asked
+from ext.config.decide import (
+    Decision,
+    budgets_in_bytes,
+    decides_about_units,
+    decides_by_search,
+    needs_profile,
+    reads_plan_file,
+)
 from ext.core.errors import ConfigError
 from ext.pipeline.memory_table import StageMemory, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
+from ext.recompute.pipeline_tables import UnitCostsOfStages
+from ext.recompute.stage_units import StageUnits
 from ext.runtime.channels import Links
 from ext.runtime.guard import FailureGuard
 
@@ -71,12 +81,14 @@ class Plans:
         self._host_config = host_config
         self._states = state_bytes(model, host_config, groups.dp_cp.size(), moments)
         self._profile: PipelineProfile | None = None
+        self._units: UnitCostsOfStages | None = None
         self._decisions: dict[int, Decision] = {}
+        self._shows_memory = self.guard.from_rank_0(lambda: is_report_asked(os.environ))
 
     @property
     def needs_profile(self) -> bool:
         """Whether the next training step has to be profiled first."""
-        return self._profile is None and needs_profile(self._config)
+        return self._profile is None and (self._shows_memory or needs_profile(self._config))
 
     @property
     def newest(self) -> Decision | None:
@@ -90,12 +102,15 @@ class Plans:
             What the step takes its micro-batches from: all that the iterator of ``call`` would have given.
         """
         stage, num_stages = dist.get_group_rank(group, dist.get_rank()), len(self.layers_per_stage)
-        found, data = profile_stages(call, stage, num_stages, links, transformer_layers(self._model), group)
+        layers, with_units = transformer_layers(self._model), decides_about_units(self._config)
+        found = profile_stages(call, stage, num_stages, links, layers, group, with_units=with_units)
         stages = tuple(
-            Stage(layers, is_last=index == num_stages - 1, copies_inputs=False) for index, layers in enumerate(found)
+            Stage(layers, is_last=index == num_stages - 1, copies_inputs=False)
+            for index, layers in enumerate(found.layers)
         )
         self._profile = PipelineProfile(stages, self._states)
-        return data
+        self._units = found.units
+        return found.data
 
     def of(self, num_microbatches: int) -> Decision:
         """The plan for a training step.
@@ -107,6 +122,13 @@ class Plans:
             self._decisions[num_microbatches] = self._as_typed(partial(self._decide, num_microbatches))
         return self._decisions[num_microbatches]
 
+    def units_of(self, num_microbatches: int, stage: int) -> StageUnits | None:
+        """A stage's part of what a unit policy decided for a training step, at work; None where none did."""
+        tables = self.of(num_microbatches).tables
+        if tables is None:
+            return None
+        return StageUnits(tables.stages[stage], (MegatronRngTracker(),), tables.reserves[stage])
+
     def _decide(self, num_microbatches: int) -> Decision:
         budgets = budgets_in_bytes(self._config, len(self.layers_per_stage), _device_bytes())
         searches = decides_by_search(self._config)
@@ -117,13 +139,15 @@ class Plans:
             num_microbatches,
             self._profile,
             budgets,
+            self._units,
             splits_backward=searches and self._can_split(),
         )
         by_one = searches or reads_plan_file(self._config)
         decision = self.guard.from_rank_0(decide) if by_one else decide()
         self._refuse_settings(decision)
         if self._profile is not None:
-            self.rows = predict(decision.plan, self._profile, budgets)
+            tables = decision.tables
+            self.rows = predict(decision.plan, self._profile, budgets, None if tables is None else tables.costs)
             check_budgets(self._config, self.rows, decision.policy, partial(self._change, decision, budgets))
         if decision.plan.split_backwards:
             make_deferrable(self._model)
@@ -158,8 +182,8 @@ class Plans:
         self.guard.from_rank_0(lambda: str(resolved.write_resolved(self._config, decision, versions)))
         if dist.get_rank() != 0:
             return
-        if self.rows:
-            logger.info("predicted %s", table(self.rows))
+        if self._shows_memory:
+            print(f"predicted {table(self.rows)}", file=sys.stderr, flush=True)  # noqa: T201 - asked for by the switch
         if decision.chosen is not None:
             logger.info("auto: %s; ended by %s", decision.chosen.reason, decision.chosen.stopped_by)
         if not self._decisions:

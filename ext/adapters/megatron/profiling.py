@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,18 +12,44 @@ from torch import Tensor, nn
 
 from ext.adapters.megatron.layers import MegatronRngTracker, forwards_replaced, statistics_kept
 from ext.adapters.megatron.step import Call, host_forward
+from ext.adapters.megatron.units import BoundLayer, bound
 from ext.cost.profile import LOSS, LayerProfile
+from ext.recompute.units import LayerCosts
 from ext.runtime.channels import Links
 from ext.runtime.live_bytes import storage_key
 from ext.runtime.profile import ProfiledLayer, ReplayedIterator, shared_profiles
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """What was measured.
+
+    Attributes:
+        layers: by stage; what comes before and behind the transformer layers is the first and the last one.
+        data: gives all that the iterator of the call would have given.
+        units: by stage, costs of the units of these layers, None for those that cannot be recomputed; None where nobody
+            asked.
+    """
+
+    layers: list[tuple[LayerProfile, ...]]
+    data: Any
+    units: list[tuple[LayerCosts | None, ...]] | None = None
+
 
 BEFORE, BEHIND = "before the layers", "behind the layers"
 _FUSION = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 
 
 def profile_stages(
-    call: Call, stage: int, num_stages: int, links: Links, layers: Sequence[nn.Module], group: Any
-) -> tuple[list[tuple[LayerProfile, ...]], Any]:
+    call: Call,
+    stage: int,
+    num_stages: int,
+    links: Links,
+    layers: Sequence[nn.Module],
+    group: Any,
+    *,
+    with_units: bool = False,
+) -> Profiles:
     """Profile the layers of every stage on the next micro-batch of ``call``.
 
     Each stage measures in its turn: its transformer layers, what the forward step does before them (embedding), and
@@ -38,9 +64,7 @@ def profile_stages(
         links: between its ranks.
         layers: transformer layers of this stage.
         group: ranks of this rank's pipeline.
-
-    Returns:
-        By stage, its layers; and an iterator that gives all that the one of ``call`` would have given.
+        with_units: whether the units of layers are measured, too.
     """
     data = None if call.data_iterator is None else ReplayedIterator(call.data_iterator)
     inputs: Any = None
@@ -48,27 +72,38 @@ def profile_stages(
         channel = links.inputs_from(stage - 1)
         channel.post(0)
         inputs = channel.wait(0)
-    measured = _Stage(call, layers, data, inputs, is_last=stage == num_stages - 1)
+    measured = _Stage(call, layers, data, inputs, is_last=stage == num_stages - 1, with_units=with_units)
     with _untouched(call, layers):
         outputs, profiles = measured.measure()
     if stage < num_stages - 1:
         links.outputs_to(stage + 1).send(outputs, 0)
     links.drain()
     links.reset_shapes()
-    return shared_profiles(profiles, stage, group), call.data_iterator if data is None else data.again()
+    rest = call.data_iterator if data is None else data.again()
+    shared = shared_profiles(profiles, stage, group)
+    return Profiles(shared, rest, shared_profiles(measured.units, stage, group) if with_units else None)
 
 
 class _Stage:
     """One stage, one micro-batch, several runs of the forward step."""
 
     def __init__(
-        self, call: Call, layers: Sequence[nn.Module], data: ReplayedIterator | None, inputs: Any, *, is_last: bool
+        self,
+        call: Call,
+        layers: Sequence[nn.Module],
+        data: ReplayedIterator | None,
+        inputs: Any,
+        *,
+        is_last: bool,
+        with_units: bool,
     ) -> None:
         self._call = call
         self._layers = layers
         self._data = data
         self._inputs = inputs
         self._is_last = is_last
+        self._with_units = with_units
+        self._unit_costs: list[LayerCosts | None] = []
         self._profiles: list[LayerProfile] = []
         self._shared: dict[int, Tensor] = {}
         self._left: Any = None
@@ -94,28 +129,36 @@ class _Stage:
         )
         return outputs, (first, *self._profiles, last)
 
+    @property
+    def units(self) -> tuple[LayerCosts | None, ...]:
+        """Costs of the units of all layers of the profile."""
+        return None, *self._unit_costs, None
+
     def _forward(self, inputs: Any) -> Any:
         data = None if self._data is None else self._data.again() if self._profiles else self._data
         outputs, _ = host_forward(self._call, self._call.forward_step_func, data, inputs, [], 0, is_last=self._is_last)
         return outputs
 
     def _profiled(self, layer: nn.Module) -> Callable[..., Any]:
-        forward = layer.forward
+        whole = bound(layer) if self._with_units else BoundLayer(layer, layer.forward)
 
         def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             shared = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             self._shared.update((storage_key(tensor), tensor) for tensor in shared)
+            whole.bind(*args, **kwargs)
             profiled = ProfiledLayer(
-                lambda hidden: forward(hidden, *args, **kwargs),
+                whole,
                 type(layer).__name__,
                 recomputable=True,
                 constants=[*layer.parameters(), *layer.buffers(), *shared],
                 synchronize=_wait(),
+                with_units=self._with_units,
             )
             profiled.needs_grad = lambda: [True]
-            self._left = profiled(hidden_states)
+            self._left = whole.as_host(profiled(hidden_states))
             assert profiled.profile is not None
             self._profiles.append(profiled.profile)
+            self._unit_costs.append(profiled.unit_costs)
             return self._left
 
         return run

@@ -11,6 +11,7 @@ from ext.pipeline import placement
 from ext.pipeline.actions import F
 from ext.pipeline.plan import PipelineShape, Plan
 from ext.pipeline.stage_model import PipelineProfile
+from ext.recompute.pipeline_tables import UnitCostsOfStages
 
 _SAMPLE = PipelineShape(num_ranks=2, num_microbatches=8)
 
@@ -21,6 +22,7 @@ def resolve(
     num_microbatches: int,
     profile: PipelineProfile | None = None,
     budgets: Sequence[int] | None = None,
+    units: UnitCostsOfStages | None = None,
     *,
     splits_backward: bool = True,
 ) -> Decision:
@@ -37,6 +39,7 @@ def resolve(
         profile,
         budgets,
         splits_backward=splits_backward,
+        units=units,
     )
     _refuse(decision.plan)
     return decision

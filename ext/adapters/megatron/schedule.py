@@ -26,6 +26,7 @@ from ext.pipeline import placement
 from ext.pipeline.build import forward_plan
 from ext.pipeline.memory_table import StageMemory
 from ext.pipeline.plan import Plan
+from ext.recompute.pipeline_tables import PipelineTables
 from ext.runtime.channels import Links
 
 
@@ -94,7 +95,9 @@ class PlanForwardBackward:
         plan = self._plan(call)
         sync = GradSync(host_config, chunk, rank, may_start_early=not plan.split_backwards)
         assert self._links is not None
-        step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync)
+        assert self._plans is not None
+        units = None if forward_only else self._plans.units_of(num_microbatches, rank)
+        step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync, units)
         if host_config.timers is not None:
             host_config.timers("forward-backward", log_level=1).start(barrier=host_config.barrier_with_L1_time)
         self._run(step)
@@ -109,6 +112,18 @@ class PlanForwardBackward:
         if host_config.timers is not None:
             host_config.timers("forward-backward").stop()
         return step.store
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan of a training step; None before the first one."""
+        decision = None if self._plans is None else self._plans.newest
+        return None if decision is None else decision.plan
+
+    @property
+    def tables(self) -> PipelineTables | None:
+        """What a unit policy decided for the newest plan; None where none did."""
+        decision = None if self._plans is None else self._plans.newest
+        return None if decision is None else decision.tables
 
     @property
     def memory(self) -> list[StageMemory]:

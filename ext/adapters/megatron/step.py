@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from ext.adapters.megatron.grad_sync import GradSync
 from ext.adapters.megatron.layers import MegatronRngTracker, dropped, forwards_replaced, statistics_kept
+from ext.adapters.megatron.units import BoundLayer, LayerOfUnits, bound
 from ext.core.errors import DataError
 from ext.pipeline.actions import B, Kind
 from ext.pipeline.plan import Plan
 from ext.recompute.regions import MicrobatchRegions
+from ext.recompute.stage_units import StageUnits
+from ext.recompute.unit_engine import MicrobatchUnits
 from ext.runtime.channels import Links, TensorSpec, as_tuple
 from ext.runtime.split_backward import WeightGradQueue
 
@@ -74,7 +77,7 @@ class InFlight:
     outputs: Any = None
     output_spec: TensorSpec | None = None
     input_grad: Tensor | None = None
-    regions: MicrobatchRegions | None = None
+    regions: MicrobatchRegions | MicrobatchUnits | None = None
 
 
 @dataclass
@@ -94,6 +97,7 @@ class Step:
     links: Links
     layers: Sequence[nn.Module]
     grad_sync: GradSync
+    units: StageUnits | None = None
     store: list[Any] = field(default_factory=list)
     num_reruns: int = 0
     num_forwards: int = 0
@@ -179,6 +183,10 @@ class Step:
     @contextlib.contextmanager
     def _layers_as_planned(self, stage: int, flight: InFlight) -> Iterator[None]:
         """The first layers of the stage, as many as the plan recomputes, drop what they would keep."""
+        if self.units is not None and not self.call.forward_only:
+            with self._units_as_planned(self.units, stage, flight):
+                yield
+            return
         count = self.plan.recomputed_layers[stage]
         if self.call.forward_only or not count:
             yield
@@ -190,6 +198,17 @@ class Step:
             queue = self.weight_grads
             forwards = [_intercepted(queue, forward) for forward in forwards]
         with forwards_replaced(self.layers[:count], [replace(forward) for forward in forwards]):
+            yield
+
+    @contextlib.contextmanager
+    def _units_as_planned(self, units: StageUnits, stage: int, flight: InFlight) -> Iterator[None]:
+        """The same where the tables of a unit policy say what is dropped."""
+        around = self.weight_grads.interception if self.plan.split_backwards else contextlib.nullcontext
+        layers = [bound(layer) for layer in self.layers]
+        recomputing = partial(statistics_kept, self.layers)
+        # Tables begin and end with what the forward step does before and behind the layers.
+        flight.regions, (_, *stand_ins, _) = units.start([None, *layers, None], around=around, recomputing=recomputing)
+        with forwards_replaced(self.layers, [_as_host(*pair) for pair in zip(layers, stand_ins, strict=True)]):
             yield
 
     # -- communication -------------------------------------------------------------------------------------
@@ -233,6 +252,16 @@ class Step:
         spec = self._flights[microbatch].output_spec
         assert spec is not None
         self.links.output_grads_from(self.plan.rank_of[stage + 1]).post(microbatch, (spec,))
+
+
+def _as_host(layer: BoundLayer | LayerOfUnits, stand_in: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The forward of a layer whose part a stand-in takes, which is called with hidden states alone."""
+
+    def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        layer.bind(*args, **kwargs)
+        return layer.as_host(stand_in(hidden_states))
+
+    return run
 
 
 def _intercepted(queue: WeightGradQueue, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import ext
 from ext.config import ExtConfig
-from ext.recompute.lynx import UnitPolicy
-from ext.recompute.policy import POLICIES
 
 SUPPORTED = frozenset(
     {
@@ -18,6 +16,7 @@ SUPPORTED = frozenset(
         "pipeline.tolerance",
         "recompute.policy",
         "recompute.memory_budget_gib",
+        "recompute.overlap",
         "moe.dispatcher",
         "moe.topology.ranks_per_node",
     }
@@ -41,12 +40,6 @@ def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], 
         problems.append(
             f"{name('pipeline.partition')}: found '{config.pipeline.partition.type}', but Megatron places layers "
             "itself. Remove it, and use --pipeline-model-parallel-layout for uneven stages."
-        )
-    if config.recompute is not None and issubclass(POLICIES.get(config.recompute.policy.type), UnitPolicy):
-        problems.append(
-            f"{name('recompute.policy')}: '{config.recompute.policy.type}' decides unit by unit, which is not built "
-            f"for Megatron in this release ({ext.__version__}). Use 'stage_aware', 'full', 'none' or a number of "
-            "layers per stage."
         )
     if config.moe is not None:
         problems += _dispatcher_problems(config.moe.dispatcher, name("moe.dispatcher"))

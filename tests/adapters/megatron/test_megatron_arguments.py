@@ -65,7 +65,7 @@ def test_values_as_in_the_config_file(tmp_path):
         (["--ext-pipeline-schedule"], ["Argument --ext-pipeline-schedule: expected one argument."]),
         (["--ext-enabled", "yes"], ["--ext-enabled: found \"yes\"; allowed: true or false."]),
         (["--ext-recompute-policy=none", "--ext-recompute-policy", "full"], ["policy: given more than once."]),
-        (["--ext-recompute-policy", "lynx_heu"], ["--ext-recompute-policy: 'lynx_heu' "]),
+        (["--ext-recompute-policy", "delta"], ["--ext-recompute-policy: 'delta' is not built"]),
         (["--ext-pipeline-partition", "2,2"], ["--ext-pipeline-partition: "]),
         (["--ext-pipeline-schedule", "plan_file"], ["schedule: 'path' is missing. Allowed: a text; write {"]),
         (["--ext-watchdog", "60"], ["--ext-watchdog: not built"]),
