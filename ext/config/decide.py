@@ -96,8 +96,8 @@ def decide(
         if isinstance(chosen, UnitPolicy) and profile is not None and budgets is not None:
             if units is None:
                 raise ConfigError(
-                    f"ext.recompute.policy: '{options.type}' needs the costs of the layers' units, which this host does "
-                    "not measure. Use 'stage_aware', which decides about whole layers."
+                    f"ext.recompute.policy: '{options.type}' needs the costs of the layers' units, which this host "
+                    "does not measure. Use 'stage_aware', which decides about whole layers."
                 )
             return _by_units(config, chosen, schedule, layers_per_stage, profile, units, budgets)
         if isinstance(chosen, LayerPolicy) and profile is not None and budgets is not None:
@@ -169,6 +169,7 @@ def place_by_search(
     states: StateBytes,
     budgets: Sequence[float],
     start: Bounds,
+    num_devices: float = math.inf,
 ) -> Bounds:
     """Where a search for the schedule `auto` puts the layers when these may move too.
 
@@ -180,6 +181,7 @@ def place_by_search(
         states: bytes of parameters, gradients and optimizer.
         budgets: bytes that each rank may hold, by stage.
         start: a layout to begin with.
+        num_devices: that all ranks of the pipeline share.
 
     Raises:
         BudgetError: nothing that was tried keeps the budgets.
@@ -194,6 +196,7 @@ def place_by_search(
         budgets=tuple(budgets),
         moves_layers=not isinstance(recompute, tuple),
         recompute=recompute,
+        num_devices=num_devices,
     )
     return tuple(accumulate(_searched(config, schedule, space).layout.layers, initial=0))
 
@@ -216,6 +219,7 @@ def _by_search(
         moves_layers=False,
         recompute=_fixed_recompute(config),
         splits_backward=splits_backward,
+        num_devices=profile.num_devices,
     )
     chosen = _searched(config, schedule, space)
     kept = "as searched" if leaves_recompute_open(config) or config.recompute is None else config.recompute.policy.type

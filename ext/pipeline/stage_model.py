@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -180,11 +181,13 @@ class PipelineProfile:
         stages: their profiled layers, by stage.
         state_bytes: of parameters, gradients and optimizer.
         max_unfinished_sends: messages of one channel that are kept until they have left.
+        num_devices: that the ranks of all stages share; infinite where each has its own.
     """
 
     stages: tuple[Stage, ...]
     state_bytes: StateBytes
     max_unfinished_sends: int = MAX_UNFINISHED_SENDS
+    num_devices: float = math.inf
 
     def states(self, stage: int) -> States:
         """Parameters, gradients and optimizer of a stage."""

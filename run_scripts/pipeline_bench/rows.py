@@ -17,7 +17,7 @@ from pipeline_bench.setting import Setting
 
 Row = dict[str, Any]
 
-_FORMS = {"ms": "{:.1f} ms", "x": "{:.3f}x", "A": "{:.3f} A"}
+_FORMS = {"ms": "{:.1f} ms", "x": "{:.3f}x", "A": "{:.3f} A", "": "{:.3g}"}
 
 
 def row(script: str, name: str, measured: float | None, reference: float | None, unit: str) -> Row:
@@ -40,16 +40,21 @@ def times_as_long(outcomes: Mapping[str, Outcome], a: str, b: str) -> float:
 
 
 def show(rows: Sequence[Row], setting: Setting, num_rounds: int, *, as_json: bool) -> None:
-    """Print all rows."""
+    """Print all rows of a race."""
+    title = (
+        f"{setting.num_ranks} ranks, {setting.num_microbatches} micro-batches, forward {setting.forward * 1e3:g} ms, "
+        f"links {setting.latency * 1e3:g} ms, {num_rounds} rounds"
+    )
+    print_rows(rows, title, as_json=as_json)
+
+
+def print_rows(rows: Sequence[Row], title: str, *, as_json: bool) -> None:
+    """Print rows, as a table under a title or one JSON object per line."""
     if as_json:
         for entry in rows:
             print(json.dumps(entry))
         return
-    title = (
-        f"{setting.num_ranks} ranks, {setting.num_microbatches} micro-batches, forward {setting.forward * 1e3:g} ms, "
-        f"links {setting.latency * 1e3:g} ms, {num_rounds} rounds, "
-        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    )
+    title = f"{title}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     table = Table("", "measured", "simulated", "ratio", title=title, title_justify="left")
     for entry in rows:
         if "error" in entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -237,3 +238,13 @@ def test_a_search_without_any_work_still_answers(monkeypatch):
     chosen = search(make_space(3, 5, 1.5), seconds=0.1, tolerance=0.0)
     assert chosen.step_time < math.inf
     assert plain_knobs(make_space(2, 4, 1.0)).deferred == (1, 1)
+
+
+def test_where_ranks_share_devices_work_counts_as_well_as_order():
+    alone = Space(any_layers(LayerCosts(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)), (4,) * 4, 16, (6.0,) * 4)
+    shared = replace(alone, num_devices=2.0)
+    apart, together = (search(space, seconds=0.3, tolerance=0.0) for space in (alone, shared))
+    assert shared.work_time(Layout((4,) * 4, (1, 2, 0, 0))) == 16 * (4 * 4 * 3 + 3) / 2
+    assert together.best_time == together.step_time >= shared.work_time(together.layout)
+    assert sum(together.layout.recomputed) < sum(apart.layout.recomputed)
+    assert shared.work_time(apart.layout) > together.step_time > apart.step_time

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ext.adapters.deepspeed import resolve
+from ext.adapters.deepspeed.devices import num_shared_devices
 from ext.adapters.deepspeed.profiling import profile_stages
 from ext.adapters.deepspeed.states import optimizer_tensors, predicted_states, state_tensors
 from ext.config import budget
@@ -119,6 +120,7 @@ class MemoryWatch:
         self.profile = PipelineProfile(
             tuple(Stage(stage, is_last=index == last) for index, stage in enumerate(layers)),
             predicted_states(engine),
+            num_devices=num_shared_devices(engine.num_stages),
         )
         engine.resolve_again()
         self._check_budgets()

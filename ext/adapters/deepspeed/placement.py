@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
+from ext.adapters.deepspeed.devices import num_shared_devices
 from ext.adapters.deepspeed.layers import eligible, names_of
 from ext.adapters.deepspeed.specs import count_parameters, profile_specs
 from ext.config import ExtConfig
@@ -186,6 +187,7 @@ def _search(module: PlacedPipelineModule, config: ExtConfig, ds_config: dict[str
     states = state_bytes(ds_config, replicas)
     if module.placed_by.type == AUTO and isinstance(schedule, Auto):
         start = uniform_bounds(names_of(module._layer_specs), num_stages)
-        return place_by_search(config, schedule, layers, loss, states, budgets, start)
+        devices = num_shared_devices(num_stages)
+        return place_by_search(config, schedule, layers, loss, states, budgets, start, devices)
     allowed = allowed_counts(config, schedule)
     return recompute_aware(schedule, layers, loss, states, budgets, allowed=allowed, show=amount).bounds

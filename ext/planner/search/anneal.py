@@ -138,11 +138,12 @@ class Annealer:
         self._num_evaluations += 1
         self._num_actions += self._space.num_ranks  # what a look at the stages alone costs, about
         stages = self._space.stages(candidate.layout)
-        if stages is None:
+        work_time = math.inf if stages is None else self._space.work_time(candidate.layout)
+        if stages is None or work_time >= limit:
             return math.inf
         listed = list_schedule(stages, self._space.num_microbatches, candidate.knobs, limit)
         self._num_actions += listed.num_actions
-        return listed.step_time
+        return max(listed.step_time, work_time)
 
     def _neighbour(self, candidate: Candidate) -> Candidate:
         """The candidate with one to three small changes."""

@@ -71,7 +71,7 @@ def _fit(schedule: Schedule, space: Space) -> Iterator[Preset]:
     if counts is not None:
         layout = Layout(space.layers_per_stage, counts)
         costs = space.costs(layout)
-        yield Preset(schedule, layout, step_time(schedule, counts, costs))
+        yield Preset(schedule, layout, max(step_time(schedule, counts, costs), space.work_time(layout)))
 
 
 def _recomputed(schedule: Schedule, space: Space) -> tuple[int, ...] | None:

@@ -46,7 +46,7 @@ class Chosen:
         plan: validated, with communication.
         layout: layers and recomputed layers of each stage.
         costs: of all stages.
-        step_time: simulated, of the plan.
+        step_time: simulated, of the plan; where ranks share devices, at least what all work takes on these.
         source: name of the schedule that gave the orders, or `search`.
         best_time: of the best that was found, where plain 1f1b was kept for being almost as good.
         presets: step times of the named schedules that keep the budgets on the space's own layout.
@@ -152,7 +152,7 @@ def _choose(space: Space, presets: dict[str, Preset], found: Found, tolerance: f
         plan=plan,
         layout=layout,
         costs=costs,
-        step_time=simulate(plan, costs).step_time,
+        step_time=max(simulate(plan, costs).step_time, space.work_time(layout)),
         source=source,
         best_time=best_time,
         presets={name: preset.step_time for name, preset in presets.items()},

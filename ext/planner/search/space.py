@@ -59,6 +59,7 @@ class Space:
         moves_layers: whether layers may go to other stages.
         recompute: which layers are recomputed; `open` leaves it to the search, a list by stage needs layers that stay.
         splits_backward: whether weight gradients can wait for an action of their own.
+        num_devices: that all ranks share, as CPU ranks share the cores of a machine; infinite where each has its own.
     """
 
     models: Models
@@ -70,6 +71,7 @@ class Space:
     moves_layers: bool = True
     recompute: Literal["open", "none", "all"] | tuple[int, ...] = "open"
     splits_backward: bool = True
+    num_devices: float = math.inf
     _stages: dict[tuple[int, int, int, int], StageNumbers | None] = field(default_factory=dict, repr=False)
 
     @property
@@ -97,6 +99,14 @@ class Space:
         """Of all stages, for the simulator."""
         stages = [self.model(rank, layout.layers).costs[count] for rank, count in enumerate(layout.recomputed)]
         return Costs(tuple(stages), self.latency, self.bandwidth)
+
+    def work_time(self, layout: Layout) -> float:
+        """The least time in which the devices can do all work of a step; a step of any order takes as long."""
+        if self.num_devices == math.inf:
+            return 0.0
+        stages = self.costs(layout).stages
+        work = sum(s.forward + s.recompute + s.input_grad + s.weight_grad for s in stages)
+        return self.num_microbatches * work / self.num_devices
 
     def stages(self, layout: Layout) -> list[StageNumbers] | None:
         """All stages of a layout; None where one cannot recompute so much, or cannot hold a single micro-batch."""
