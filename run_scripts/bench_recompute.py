@@ -7,6 +7,9 @@ of all tensors that live after the forward, inputs and weights left out. Times a
 that other jobs on the machine disturb them least; with several threads they are those of the clock. Modes take turns,
 and a ratio is the median over turns of mode and reference in the same turn.
 
+With ``--tensor-parallel 2`` two ranks share the layers over a link, and recomputation runs under their all-reduces; see
+`tensor_parallel_bench.run`. That takes about four minutes on two idle cores.
+
 The default run takes under a minute on an idle core.
 """
 
@@ -40,6 +43,7 @@ from ext.recompute.unit_engine import MicrobatchUnits
 from ext.recompute.unit_run import Surroundings
 from ext.runtime.live_bytes import LiveBytes
 from ext.testing.unit_layer import UnitLayer
+from tensor_parallel_bench import run as tensor_parallel_bench
 
 PLANNED_IN_FLIGHT = 8
 SAVED_SHARE = 0.65
@@ -116,12 +120,17 @@ def main(
     repeats: int = 4,
     budgets: str = "0.5,0.42,0.343",
     threads: int = 1,
+    tensor_parallel: int = typer.Option(1, help="2: two ranks share each layer, over a link of several rates."),
+    ratios: str = typer.Option("0.3,1,2", help="With --tensor-parallel 2: one all-reduce over a layer's forward."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object per line."),
 ) -> None:
     """Compare recompute policies on one rank.
 
     ``budgets`` are shares of the bytes that no recompute holds; HEU and OPT each make tables for every one.
     """
+    if tensor_parallel != 1:
+        tensor_parallel_bench.main(tensor_parallel, ratios, as_json=as_json)
+        return
     torch.set_num_threads(threads)
     layers = [UnitLayer(hidden, heads, dropout=0.1, seed=i) for i in range(num_layers)]
     x = torch.randn(micro_batch, seq, hidden).requires_grad_()

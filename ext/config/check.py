@@ -11,6 +11,7 @@ from ext.config.batch import Batch, batch_problems, read_batch
 from ext.config.model import ExtConfig, read_block, stray_keys
 from ext.config.problems import Problem, shown
 from ext.config.source import UnreadableConfig, read_ds_config
+from ext.config.sub_pipeline import sub_pipeline_problems
 from ext.core.errors import ExtError
 from ext.pipeline.plan import PipelineShape
 from ext.pipeline.schedule import SCHEDULES
@@ -75,6 +76,7 @@ def check_config(
         problems += _microbatches(ext_config, batch.completed(launch.data_parallel), launch)
         problems += _lists(ext_config, launch)
         problems += _unit_policy(ext_config)
+        problems += sub_pipeline_problems(ext_config, batch.completed(launch.data_parallel).micro)
     return problems
 
 
@@ -171,7 +173,7 @@ def _asks_for_pipeline(block: Any) -> bool:
     return (
         isinstance(block, dict)
         and block.get("enabled") is not False
-        and bool({"pipeline", "recompute", "trace"} & set(block))
+        and bool({"pipeline", "recompute", "tensor_parallel", "trace"} & set(block))
     )
 
 

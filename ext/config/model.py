@@ -43,7 +43,7 @@ class ExtConfig(Block):
     @property
     def needs_pipeline_model(self) -> bool:
         """Whether something was asked that a plain nn.Module cannot do."""
-        return any(block is not None for block in (self.pipeline, self.recompute, self.trace))
+        return any(block is not None for block in (self.pipeline, self.recompute, self.tensor_parallel, self.trace))
 
     @classmethod
     def from_ds_config(cls, config: str | Path | dict[str, Any]) -> ExtConfig | None:

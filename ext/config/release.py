@@ -54,7 +54,7 @@ BUILT: dict[str, bool | dict[str, bool]] = {
     },
     "recompute.memory_budget_gib": True,
     "recompute.overlap": True,
-    "tensor_parallel.sub_pipeline": False,
+    "tensor_parallel.sub_pipeline": True,
     "moe.dispatcher": {
         "linear": True,
         "hierarchical": True,

@@ -39,7 +39,7 @@ class SharedUnitLayer(UnitLayer):
     ) -> None:
         super().__init__(hidden, heads, **options)
         self._fork = nullcontext if stream is None else stream.fork
-        self.heads = heads // group.size
+        self.heads, self.group = heads // group.size, group
         self.qkv = ColumnParallelLinear(self.qkv, group, blocks=3)
         self.fc1 = ColumnParallelLinear(self.fc1, group)
         self.proj = RowParallelLinear(self.proj, group)

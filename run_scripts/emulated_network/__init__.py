@@ -40,12 +40,12 @@ def emulated_network(
     names = [f"ext{os.getpid()}n{node}" for node in range(num_nodes)]
     with tempfile.TemporaryDirectory(prefix="relay-") as folder:
         binary = str(Path(folder) / "relay")
-        _run("cc", "-O2", "-o", binary, str(_RELAY))
+        run_command("cc", "-O2", "-o", binary, str(_RELAY))
         made: list[str] = []
         relay = None
         try:
             for name in names:
-                _run("ip", "netns", "add", name)
+                run_command("ip", "netns", "add", name)
                 made.append(name)
             numbers = [str(number) for number in (delay_us, mbit, packet_us)]
             relay = subprocess.Popen([binary, *numbers, *names], stdout=subprocess.PIPE, text=True)
@@ -53,16 +53,16 @@ def emulated_network(
             if relay.stdout.readline() != "ready\n":
                 raise NoEmulatedNetwork("the relay did not start; it needs root and /dev/net/tun.")
             for node, name in enumerate(names):
-                _run("ip", "-n", name, "link", "set", "lo", "up")
-                _run("ip", "-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", DEVICE)
-                _run("ip", "-n", name, "link", "set", DEVICE, "mtu", str(_MTU), "txqueuelen", "10000", "up")
+                run_command("ip", "-n", name, "link", "set", "lo", "up")
+                run_command("ip", "-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", DEVICE)
+                run_command("ip", "-n", name, "link", "set", DEVICE, "mtu", str(_MTU), "txqueuelen", "10000", "up")
             yield names
         finally:
             if relay is not None:
                 relay.kill()
                 relay.wait()
             for name in made:
-                _run("ip", "netns", "del", name)
+                run_command("ip", "netns", "del", name)
 
 
 def enter(name: str) -> None:
@@ -73,7 +73,12 @@ def enter(name: str) -> None:
             raise NoEmulatedNetwork(f"cannot enter {name}: {os.strerror(ctypes.get_errno())}.")
 
 
-def _run(*command: str) -> None:
+def run_command(*command: str) -> None:
+    """Run it, or say why this machine cannot.
+
+    Raises:
+        NoEmulatedNetwork: it is not installed, or fails.
+    """
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:

@@ -7,6 +7,7 @@ comes from a stream that DeepSpeed's own checkpointing knows, too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from ext.comm.tensor_parallel.group import TensorParallelGroup
 from ext.comm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ext.comm.tensor_parallel.sub_pipeline import Segment
 from ext.comm.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabularyRange, vocab_parallel_cross_entropy
+from ext.recompute.units import LayerUnits
 from gpt import model
 
 STREAM = checkpointing._MODEL_PARALLEL_RNG_TRACKER_NAME
@@ -36,21 +39,59 @@ class SharedEmbedding(VocabParallelEmbedding):
 class SharedTransformerLayer(model.TransformerLayer):
     """`model.TransformerLayer` with its heads and its hidden units shared."""
 
+    attention: Any  # shared ones in the place of whole ones
+    mlp: Any
+
     def __init__(self, config: model.GPTConfig, group: TensorParallelGroup) -> None:
         super().__init__(config)
-        self.attention = _SharedAttention(config, self.attention, group)
-        up, activation, down = cast(model.Mlp, self.mlp)
+        self.group = group
+        self.attention = _SharedAttention(self.attention, group)
+        self.mlp = _SharedMlp(cast(model.Mlp, self.mlp), group)
+
+    def units(self) -> LayerUnits:
+        """Those of the whole layer; the ones that end in an all-reduce are never recomputed early."""
+        reducing = ("residual", "out")
+        units = super().units().units
+        return LayerUnits(tuple(replace(unit, communication=unit.name in reducing) for unit in units))
+
+    def segments(self) -> list[Segment]:
+        """Attention and MLP, to be sub-pipelined."""
+        out, contract = self.attention.out, self.mlp[2]
+        return [
+            Segment(self.attention_norm, self.attention.local, partial(self._merge, out)),
+            Segment(self.mlp_norm, self.mlp.local, partial(self._merge, contract)),
+        ]
+
+    def _merge(self, linear: RowParallelLinear, hidden: Tensor, output: Tensor) -> Tensor:
+        return hidden + self.dropout(linear.with_bias(output))
+
+
+class _SharedMlp(model.Mlp):
+    def __init__(self, whole: model.Mlp, group: TensorParallelGroup) -> None:
+        up, activation, down = whole
         assert isinstance(up, nn.Linear)
         assert isinstance(down, nn.Linear)
-        self.mlp = nn.Sequential(ColumnParallelLinear(up, group), activation, RowParallelLinear(down, group))
+        nn.Sequential.__init__(self, ColumnParallelLinear(up, group), activation, RowParallelLinear(down, group))
+
+    def local(self, hidden: Tensor) -> Tensor:
+        """This rank's share of the output."""
+        up, activation, down = self
+        return cast(RowParallelLinear, down).local(activation(cast(ColumnParallelLinear, up).local(hidden)))
 
 
 class _SharedAttention(model.Attention):
-    def __init__(self, config: model.GPTConfig, whole: model.Attention, group: TensorParallelGroup) -> None:
+    qkv: Any  # parallel layers in the place of whole ones
+    out: Any
+
+    def __init__(self, whole: model.Attention, group: TensorParallelGroup) -> None:
         nn.Module.__init__(self)
         self.num_heads, self.dropout = whole.num_heads // group.size, whole.dropout
         self.qkv = ColumnParallelLinear(whole.qkv, group, blocks=3)
         self.out = RowParallelLinear(whole.out, group)
+
+    def local(self, hidden: Tensor) -> Tensor:
+        """This rank's share of the output."""
+        return self.out.local(self.mix(self.qkv.local(hidden)))
 
     def mix(self, qkv: Tensor) -> Tensor:
         if not (self.training and self.dropout):

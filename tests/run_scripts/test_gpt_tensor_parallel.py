@@ -1,5 +1,7 @@
 """The example GPT with layers shared over ranks against one process, under schedules, recomputation and checkpoints."""
 
+import json
+
 import deepspeed
 import pytest
 import torch
@@ -31,7 +33,9 @@ def _batches(count):
     return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in draws]
 
 
-def _engine(num_stages, shared_by=2, dropout=0.0, schedule="1f1b", recompute="none", clip=0.0, zero=0, dtype=None):
+def _engine(
+    num_stages, shared_by=2, dropout=0.0, schedule="1f1b", recompute="none", clip=0.0, zero=0, dtype=None, parts=1
+):
     batches = _batches(1)
     ds_config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -41,7 +45,11 @@ def _engine(num_stages, shared_by=2, dropout=0.0, schedule="1f1b", recompute="no
         "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "ext": {"pipeline": {"schedule": schedule}, "recompute": {"policy": recompute}},
+        "ext": {
+            "pipeline": {"schedule": schedule},
+            "recompute": {"policy": recompute},
+            "tensor_parallel": {"sub_pipeline": parts},
+        },
     }
     module = tensor_parallel.build(_gpt(dropout), num_stages, shared_by, 5, ds_config, batches[0])
     module.to(dtype or torch.float32)
@@ -197,6 +205,10 @@ def run_cases(rank, world_size, num_stages, folder):
     found = {}
     for dtype in (torch.float64, torch.float32):
         found[str(dtype)], norm = against_whole(_engine(num_stages, dtype=dtype), dtype)
+    engines = [_engine(num_stages, dtype=torch.float64, parts=2, schedule=schedule) for schedule in ("1f1b", "zb_h1")]
+    found["in parts"] = max(against_whole(engine, torch.float64)[0] for engine in engines)
+    plain, parts = (_step(_engine(num_stages, zero=1, parts=parts)) for parts in (1, 2))
+    found["in parts, zero 1"] = max((plain[1][key] - parts[1][key]).abs().max().item() for key in plain[1])
     found["clip"] = max(abs(clipped(num_stages, zero, norm)) for zero in (0, 1))
     found["eval"] = evaluated(_engine(num_stages))
     found["dropout"] = dropout_differs(num_stages)
@@ -210,6 +222,8 @@ def test_shared_over_ranks_it_is_the_same_model(world_size, num_stages, tmp_path
     for found in run_ranks(run_cases, world_size, num_stages, str(tmp_path), timeout=120):
         assert found["torch.float64"] < TOLERANCE[torch.float64]
         assert found["torch.float32"] < TOLERANCE[torch.float32]
+        assert found["in parts"] < TOLERANCE[torch.float64]
+        assert found["in parts, zero 1"] < TOLERANCE[torch.float32]
         assert found["clip"] < 1e-4
         assert found["eval"] < 1e-5
         assert found["dropout"] == []
@@ -239,3 +253,44 @@ def test_layers_are_not_measured_on_one_rank_alone(tmp_path):
         check.check(
             arguments.parse(["--check", "--tensor-parallel", "2", "--world-size", "4", "--config", str(config)])
         )
+
+
+def _problems(tmp_path, block, **batch):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, **batch, "ext": block}))
+    options = ["--check", "--pipeline-stages", "2", "--tensor-parallel", "2", "--world-size", "4", "--config"]
+    check.check(arguments.parse([*options, str(config)]))
+
+
+def test_what_cannot_be_cut_in_parts_is_refused(tmp_path):
+    key, parts = "ext.tensor_parallel.sub_pipeline: 2 ", {"tensor_parallel": {"sub_pipeline": 2}}
+    _problems(tmp_path, {**parts, "recompute": {"policy": "none"}})
+    _problems(tmp_path, parts)  # 1f1b recomputes nothing by itself
+    with pytest.raises(ConfigError, match=key + "keeps all .*ext.recompute.policy is 'full'"):
+        _problems(tmp_path, {**parts, "recompute": {"policy": "full"}})
+    with pytest.raises(ConfigError, match=key + "keeps all .*'early_recompute' recomputes them unless told otherwise"):
+        _problems(tmp_path, {**parts, "pipeline": {"schedule": "early_recompute"}})
+    with pytest.raises(ConfigError, match=key + "cuts a micro-batch in two"):
+        _problems(tmp_path, parts, train_micro_batch_size_per_gpu=1)
+
+
+def refused(rank, world_size):
+    deepspeed.init_distributed("gloo")
+    texts = []
+    for shared_by in (1, 2):
+        with pytest.raises(ConfigError) as caught:
+            _engine(1, shared_by, recompute="full" if shared_by == 2 else "none", parts=2)
+        texts.append(str(caught.value))
+    block = {"tensor_parallel": {"sub_pipeline": 2}}
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError) as caught:
+        ext.initialize(model=linear, config={"train_micro_batch_size_per_gpu": 2, "ext": block})
+    return [*texts, str(caught.value)]
+
+
+def test_parts_of_what_is_not_shared_are_refused_on_all_ranks_alike():
+    first, second = run_ranks(refused, 2)
+    assert first == second
+    assert "no rank shares one" in first[0]
+    assert "policy is 'full'" in first[1]
+    assert "ext.tensor_parallel: needs a pipeline model, found Linear" in first[2]

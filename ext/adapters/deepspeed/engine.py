@@ -19,9 +19,11 @@ from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
 from ext.adapters.deepspeed.memory import MemoryWatch
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.adapters.deepspeed.tracing import Tracer
+from ext.comm.tensor_parallel.sub_pipeline import sub_pipelined
 from ext.config import ExtConfig
 from ext.config.decide import decides_by_search
-from ext.core.errors import DataError
+from ext.config.sub_pipeline import num_parts, plan_problem
+from ext.core.errors import ConfigError, DataError
 from ext.pipeline.actions import Action, Kind
 from ext.pipeline.build import forward_plan
 from ext.pipeline.plan import Plan
@@ -79,6 +81,7 @@ class PlanPipelineEngine(PipelineEngine):
         if self.resolution.replaces_host_checkpointing:
             self.module.activation_checkpoint_interval = 0
         self.plan = self.resolution.plan
+        self._refuse_recompute_of_parts()
         self._num_loaded = 0
         self._trackers = (DeepSpeedRngTracker(),)
         self._weight_grads = WeightGradQueue(limit=0)
@@ -114,6 +117,11 @@ class PlanPipelineEngine(PipelineEngine):
             if is_copy:
                 parameter.tensor_model_parallel = False
 
+    def _refuse_recompute_of_parts(self) -> None:
+        problem = plan_problem(self.ext_config, self.plan)
+        if problem is not None:
+            raise ConfigError(problem)
+
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self.watchdog.step("evaluation"):
             return super().eval_batch(*args, **kwargs)
@@ -136,6 +144,7 @@ class PlanPipelineEngine(PipelineEngine):
         self.resolution = self._decided_by_rank_0(decide) if decides_by_search(config) else decide()
         self.plan = self.resolution.plan
         self._units, self._told_of_units = self._stage_units(), False
+        self._refuse_recompute_of_parts()
         self.recorder.clear()
         self.memory.predict()
 
@@ -167,7 +176,13 @@ class PlanPipelineEngine(PipelineEngine):
     def _decided_by_rank_0(self, decide: Callable[[], resolve.Resolution]) -> resolve.Resolution:
         """What rank 0 decides, on every rank: a search that the clock ends may not find the same twice."""
         decided = self.guard.from_rank_0(decide)
-        chosen = decided.chosen
+        chosen, tables = decided.chosen, decided.tables
+        if tables is not None and tables.fell_back and self.global_rank == 0:
+            logger.warning(
+                "recompute: the search ran out of time on stages %s, greedy tables stand in. Raise time_limit_s of the "
+                "policy.",
+                tables.fell_back,
+            )
         if chosen is not None and self.global_rank == 0:
             logger.info(
                 "auto: %s; %d candidates, ended by %s", chosen.reason, chosen.num_evaluations, chosen.stopped_by
@@ -320,10 +335,11 @@ class PlanPipelineEngine(PipelineEngine):
             return
         dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
         is_split = (stage, microbatch) in self.plan.split_backwards
-        if not torch.is_grad_enabled() or not (dropped or is_split):
+        parts = num_parts(self.ext_config)
+        if not torch.is_grad_enabled() or not (dropped or is_split or parts > 1):
             yield
             return
-        layers = self._splittable(self.module.forward_funcs, stage, microbatch)
+        layers = self._splittable(sub_pipelined(self.module.forward_funcs, parts), stage, microbatch)
         if dropped:
             regions = MicrobatchRegions(self._trackers, self.memory.reruns)
             self.pipe_buffers["regions"][microbatch] = regions

@@ -16,7 +16,7 @@ from deepspeed.runtime.constants import USE_DATA_BEFORE_EXPERT_PARALLEL
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 import patches
-from ext.adapters.deepspeed import moe, resolve
+from ext.adapters.deepspeed import moe, resolve, sub_pipeline
 from ext.adapters.deepspeed.engine import PlanPipelineEngine
 from ext.adapters.deepspeed.layers import LayerInventory
 from ext.adapters.deepspeed.placement import PlacedPipelineModule, placement_problem
@@ -24,6 +24,7 @@ from ext.config import ExtConfig, check_config
 from ext.config.budget import missing_budget
 from ext.config.decide import reads_plan_file
 from ext.config.source import read_ds_config
+from ext.config.sub_pipeline import num_parts
 from ext.core.errors import ConfigError
 from ext.core.launch_env import check_launch_environment
 from ext.core.versions import deepspeed_refusal
@@ -131,7 +132,7 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
     if refusal is not None:
         problems.append(refusal)
     if not isinstance(model, PipelineModule):
-        blocks = [f"ext.{key}" for key in ("pipeline", "recompute", "trace") if getattr(config, key) is not None]
+        blocks = [f"ext.{key}" for key in ("pipeline", "recompute", "tensor_parallel", "trace") if getattr(config, key) is not None]
         if blocks:
             problems.append(
                 f"{', '.join(blocks)}: needs a pipeline model, found {type(model).__name__}. Build a "
@@ -158,6 +159,8 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
         )
     ]
     problems += filter(None, (placement_problem(model, config), missing_budget(config, on_cpu=_is_on_cpu())))
+    if num_parts(config) > 1:
+        problems += sub_pipeline.problems(model)
     problems += [
         f"stage {stage} has no layers: {len(inventory.names)} layers on {num_stages} stages, bounds "
         f"{list(inventory.bounds)}. Use fewer stages or another partition_method."

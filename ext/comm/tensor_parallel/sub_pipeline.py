@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -41,29 +42,63 @@ class Segment:
 
 @runtime_checkable
 class HasSegments(Protocol):
-    """A layer that can be sub-pipelined."""
+    """A layer that can be sub-pipelined.
+
+    Attributes:
+        group: ranks that share it.
+    """
+
+    group: TensorParallelGroup
 
     def segments(self) -> Sequence[Segment]: ...
 
     def parameters(self) -> Any: ...
 
 
-def run_sub_pipelined(
-    layers: Sequence[HasSegments], x: Tensor, group: TensorParallelGroup, num_parts: int = 2
-) -> Tensor:
-    """All layers, one after another. Collective over the group, forward and backward.
+def sub_pipelined(layers: Sequence[Any], num_parts: int = 2) -> list[Any]:
+    """The layers of a stage with every run of neighbours that have segments as one call in the place of its first.
+
+    What stands in the places of the others gives its input back. A run of layers whose groups differ is cut there.
+    """
+    standing: list[Any] = []
+    runs: list[list[HasSegments]] = []
+    for layer in layers:
+        if not isinstance(layer, HasSegments):
+            standing.append(layer)
+            runs.append([])
+        elif runs and runs[-1] and runs[-1][0].group == layer.group:
+            runs[-1].append(layer)
+            standing.append(_passed)
+        else:
+            runs.append([layer])
+            standing.append(partial(_run, runs[-1], num_parts))
+    return standing
+
+
+def _run(layers: Sequence[HasSegments], num_parts: int, x: Tensor) -> Tensor:
+    return run_sub_pipelined(layers, x, num_parts)
+
+
+def _passed(x: Any) -> Any:
+    return x
+
+
+def run_sub_pipelined(layers: Sequence[HasSegments], x: Tensor, num_parts: int = 2) -> Tensor:
+    """All layers, one after another. Collective over their group, forward and backward.
+
+    Costs one tensor of the size of ``x`` per segment more than the plain layers, from forward to backward.
 
     Args:
-        layers: neighbours of one stage.
+        layers: neighbours of one stage, shared by the same ranks.
         x: ``(batch, ...)``; a batch that the number does not divide gives parts that differ by one, and one that is
             smaller gives fewer parts.
-        group: ranks that share the layers.
         num_parts: of the micro-batch.
     """
+    group = layers[0].group
     segments = [segment for layer in layers for segment in layer.segments()]
     num_parts = max(1, min(num_parts, x.shape[0]))
     trains = any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
-    if not segments or not torch.is_grad_enabled() or not (trains or x.requires_grad):
+    if not torch.is_grad_enabled() or not (trains or x.requires_grad):
         return torch.cat(_Forward(segments, group, keep=False).run(x.tensor_split(num_parts)))
     # Without it nothing would be trained behind an input that needs no gradient.
     anchor = x.new_empty(0, requires_grad=True)
