@@ -174,6 +174,10 @@ def _all_to_one_expert(rank: int, world_size: int) -> None:
 
 def _bad_input(rank: int, world_size: int) -> list[str]:
     """The errors of every rank, which must be one text."""
+    from deepspeed.moe.layer import MoE
+
+    from ext.adapters.deepspeed import moe
+
     texts = []
 
     def refused(kind, call):
@@ -201,6 +205,8 @@ def _bad_input(rank: int, world_size: int) -> list[str]:
     refused(ConfigError, lambda: _converted(4, "hierarchical", ranks_per_node=3))
     refused(ConfigError, lambda: _converted(4, "hierarchical", ranks_per_node=1 + rank // 2))
     refused(ConfigError, lambda: _converted(4, "linear" if rank else "hierarchical"))
+    for ep_size in (8, 2 if rank == 1 else 4):
+        texts += moe.problems(nn.ModuleDict({"layer": MoE(HIDDEN, Expert(), EXPERTS, ep_size)}))
     return texts
 
 
@@ -229,6 +235,8 @@ def test_the_layer_on_four_ranks():
         "ext.moe.topology.ranks_per_node: 3 does not divide the world size 4.",
         "ranks_per_node: differs between ranks: 1 on rank 0, 1 on rank 1, 2 on rank 2, 2 on rank 3. Give all ranks",
         "ext.moe.dispatcher: differs between ranks: rank 0: {'type': 'hierarchical'",
+        "MoE layer layer: ep_size = 8 does not divide the 4 data-parallel ranks (8 experts). Use ep_size 1, 2, 4, or",
+        "MoE layers on rank 0: layer: 8 experts, ep_size 4; on rank 1: layer: 8 experts, ep_size 2. Build the same",
     ]
     assert len(errors[0]) == len(expected)
     for text, part in zip(errors[0], expected, strict=True):

@@ -29,18 +29,20 @@ from ext.moe.router import RouterConfig
 def problems(model: nn.Module, num_stages: int = 1) -> list[str]:
     """Everything about the MoE layers of ``model`` that cannot work, by layer; the same on every rank.
 
-    Collective over the world for a PipelineModule, of which each rank sees its own layers only.
+    Collective over the world, where there is one: a rank of a pipeline sees its own layers only.
 
     Args:
         model: any module.
         num_stages: pipeline stages, to know the data-parallel size.
     """
     found = [problem for name, moe in _moe_layers(model) for problem in _problems(name, moe, num_stages)]
-    if not isinstance(model, PipelineModule):
+    if not dist.is_initialized():
         return found
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
-    return list(dict.fromkeys(problem for of_rank in everyone for problem in of_rank))
+    stage = model.stage_id if isinstance(model, PipelineModule) else 0
+    layers = "; ".join(f"{name}: {moe.num_experts} experts, ep_size {moe.ep_size}" for name, moe in _moe_layers(model))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (found, stage, layers or "none"))
+    return list(dict.fromkeys([problem for of_rank, *_ in everyone for problem in of_rank] + _differing(everyone)))
 
 
 def convert(model: nn.Module, router: RouterConfig | None = None) -> None:
@@ -158,6 +160,19 @@ def _is_stock(layer: MOELayer) -> bool:
 
 def _moe_layers(model: nn.Module) -> list[tuple[str, MoE]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+
+
+def _differing(everyone: list[tuple[list[str], int, str]]) -> list[str]:
+    """A text where two ranks of one stage have different layers: their expert groups would never be created."""
+    first_of: dict[int, tuple[int, str]] = {}
+    for rank, (_, stage, layers) in enumerate(everyone):
+        first, expected = first_of.setdefault(stage, (rank, layers))
+        if layers != expected:
+            return [
+                f"ext.moe: the model differs between ranks: MoE layers on rank {first}: {expected}; on rank {rank}: "
+                f"{layers}. Build the same layers on every rank."
+            ]
+    return []
 
 
 def _problems(name: str, moe: MoE, num_stages: int) -> list[str]:
