@@ -27,7 +27,7 @@ def problems(args: Any, request: Request, *, on_cpu: bool = False) -> list[str]:
     if config is None:
         return []
     experts = list(_without_experts(args, request)) if config.moe is not None else []
-    if not config.needs_pipeline_model:
+    if not resolve.runs_plans(config):
         return experts
     schedule = SCHEDULES.get(resolve.schedule_type(config))
     recomputes = limits.recomputing_key(config.recompute is not None, schedule.recomputes_by_default)

@@ -15,6 +15,7 @@ import patches
 from ext.adapters.megatron import arguments
 from ext.adapters.megatron.arguments import Request
 from ext.adapters.megatron.moe import connect
+from ext.adapters.megatron.resolve import runs_plans
 from ext.adapters.megatron.schedule import PlanForwardBackward
 from ext.adapters.megatron.states import ADAM_MOMENTS
 from ext.config import ExtConfig
@@ -34,7 +35,7 @@ def activate(request: Request, moments: int = ADAM_MOMENTS) -> None:
     """From here on `get_forward_backward_func` obeys the request; ``moments`` as in `PlanForwardBackward`."""
     config = _Active.config = request.config
     _Active.is_connected = False
-    wanted = config is not None and config.needs_pipeline_model
+    wanted = config is not None and runs_plans(config)
     _Active.function = PlanForwardBackward(config, request.name, moments) if config is not None and wanted else None
     if config is not None and config.moe is not None:
         patches.apply("megatron_token_dispatcher")

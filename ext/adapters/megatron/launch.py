@@ -46,6 +46,11 @@ def run(script: Path, options: Sequence[str], *, checkout: Path | None, cpu: boo
     try:
         _prepare(cpu)
     except ModuleNotFoundError as error:
+        if not cpu and not _has_gpu():
+            raise ConfigError(
+                f"Megatron-LM's training code needs the module '{error.name}', and there is no GPU here. Add {CPU} in "
+                "front of the script (or of --) to run on CPUs, over gloo."
+            ) from error
         raise ConfigError(
             f"Megatron-LM's training code needs the module '{error.name}', which is not installed. Run: pip install "
             f"{error.name}"
@@ -54,6 +59,12 @@ def run(script: Path, options: Sequence[str], *, checkout: Path | None, cpu: boo
     for name in PATCHES:
         patches.apply(name)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _prepare(cpu: bool) -> None:

@@ -1,8 +1,11 @@
-"""Weight gradients of Megatron's parallel linear layers that can wait for W.
+"""Megatron's parallel linear layers where their weight gradients can wait for W, and where somebody listens.
 
-Megatron computes both gradients in one autograd Function, which `WeightGradQueue` cannot look into. This one does the
-same arithmetic and communication in I, and in W what is left: with sequence parallelism that includes gathering the
+Megatron computes both gradients in one autograd Function, which `WeightGradQueue` cannot look into. The one here does
+the same arithmetic and communication in I, and in W what is left: with sequence parallelism that includes gathering the
 inputs again, so that only this rank's part of them is kept.
+
+`announced` tells a listener (`ext.comm.tensor_parallel.hooks`) of the all-reduces, so that recomputation can run under
+them. Numbers are the host's own in both.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from torch import Tensor, nn
 
+from ext.adapters.megatron.layers import forwards_replaced
+from ext.comm.tensor_parallel.hooks import current_listener
 from ext.runtime.split_backward import WeightGradQueue, active_queue
 
 _FUSED_ELSEWHERE = ("transformer_engine.", "megatron.core.extensions.")
@@ -27,6 +32,36 @@ def make_deferrable(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and "_forward_impl" not in vars(module):
             module._forward_impl = partial(_forward, module._forward_impl)
+
+
+def announced(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``linear(x)``, whose all-reduce in forward (row-parallel) or backward (column-parallel) a listener is told of.
+
+    Nobody is told where there is none: one rank, sequence parallelism, which scatters and gathers instead; and where
+    the weight's gradient is not autograd's: a split backward, fused accumulation.
+    """
+    if not _is_announced(linear):
+        return linear(x)
+    with forwards_replaced([linear], [partial(_announced_forward, linear)]):  # so that its hooks run, too
+        return linear(x)
+
+
+def _is_announced(layer: Any) -> bool:
+    listens = current_listener() is not None and active_queue() is None and torch.is_grad_enabled()
+    if not listens or layer.sequence_parallel or layer.gradient_accumulation_fusion or layer.explicit_expert_comm:
+        return False
+    is_column = isinstance(layer, ColumnParallelLinear)
+    reduces = layer.allreduce_dgrad and not layer.gather_output if is_column else layer.input_is_parallel
+    return bool(reduces) and dist.get_world_size(layer.tp_group) > 1  # pyright: ignore[reportArgumentType]
+
+
+def _announced_forward(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    in_forward = isinstance(layer, RowParallelLinear)
+    bias = None if layer.skip_bias_add or in_forward else layer.bias
+    output: Any = _AnnouncedLinear.apply(layer.tp_group, in_forward, x, layer.weight, bias)
+    if in_forward and not layer.skip_bias_add and layer.bias is not None:
+        output = output + layer.bias
+    return output, layer.bias if layer.skip_bias_add else None
 
 
 def undeferrable_layers(model: nn.Module) -> list[str]:
@@ -62,6 +97,44 @@ def _forward(
     anchor = torch.empty(0, requires_grad=True)
     call = _Call(queue, weight, allreduce_dgrad, tp_group if sequence_parallel else None, tp_group)
     return _ParallelLinear.apply(call, anchor, input, bias)  # type: ignore[return-value]
+
+
+class _AnnouncedLinear(torch.autograd.Function):
+    """``x W^T + b``; either its output or the gradient of its input is summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, in_forward: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The weight stays out of saved_tensors: reading these brings back an input that was dropped, and that shall
+        # not happen before the collective is launched.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.version, ctx.group, ctx.in_forward = weight, weight._version, group, in_forward
+        ctx.listener = listener = current_listener()
+        output = torch.matmul(x, weight.t())
+        if bias is not None:
+            output = output + bias
+        if in_forward:
+            work: Any = dist.all_reduce(output, group=group, async_op=True)
+            if listener is not None:
+                listener.forward_launched(work)
+            work.wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        assert ctx.weight._version == ctx.version, "a weight was changed between forward and backward"
+        x_grad = grad.matmul(ctx.weight)
+        work: Any = None
+        if not ctx.in_forward:
+            work = dist.all_reduce(x_grad, group=ctx.group, async_op=True)
+        rows, inputs = prepare_input_tensors_for_wgrad_compute(grad, ctx.saved_tensors[0])
+        weight_grad = rows.t().matmul(inputs) if ctx.needs_input_grad[3] else None
+        bias_grad = rows.sum(dim=0) if ctx.needs_input_grad[4] else None
+        if work is not None:
+            if ctx.listener is not None:
+                ctx.listener.backward_launched(work)
+            work.wait()
+        return None, None, x_grad, weight_grad, bias_grad
 
 
 class _Call:

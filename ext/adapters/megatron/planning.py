@@ -18,7 +18,7 @@ from torch import nn
 from ext.adapters.megatron import arguments, limits, resolve
 from ext.adapters.megatron.layers import MegatronRngTracker, transformer_layers
 from ext.adapters.megatron.linear import make_deferrable, undeferrable_layers
-from ext.adapters.megatron.profiling import profile_stages
+from ext.adapters.megatron.profiling import Measured, profile_stage
 from ext.adapters.megatron.states import ADAM_MOMENTS, state_bytes
 from ext.adapters.megatron.step import Call
 from ext.config import ExtConfig, resolved
@@ -39,6 +39,7 @@ from ext.recompute.pipeline_tables import UnitCostsOfStages
 from ext.recompute.stage_units import StageUnits
 from ext.runtime.channels import Links
 from ext.runtime.guard import FailureGuard
+from ext.runtime.profile import shared_profiles
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Plans:
         self._name = name
         self._model = model
         self._host_config = host_config
+        self._group = groups.pp
+        self._stage = dist.get_group_rank(groups.pp, dist.get_rank())
         self._states = state_bytes(model, host_config, groups.dp_cp.size(), moments)
         self._profile: PipelineProfile | None = None
         self._units: UnitCostsOfStages | None = None
@@ -95,22 +98,19 @@ class Plans:
         """What was decided last."""
         return next(reversed(self._decisions.values()), None)
 
-    def profile_with(self, call: Call, links: Links, group: Any) -> Any:
-        """Profile all stages on the next micro-batch.
+    def measure(self, call: Call, links: Links) -> Measured:
+        """This rank's stage, on the next micro-batch. Collective over the pipeline."""
+        stage, num_stages = self._stage, len(self.layers_per_stage)
+        with_units = decides_about_units(self._config)
+        return profile_stage(call, stage, num_stages, links, transformer_layers(self._model), with_units=with_units)
 
-        Returns:
-            What the step takes its micro-batches from: all that the iterator of ``call`` would have given.
-        """
-        stage, num_stages = dist.get_group_rank(group, dist.get_rank()), len(self.layers_per_stage)
-        layers, with_units = transformer_layers(self._model), decides_about_units(self._config)
-        found = profile_stages(call, stage, num_stages, links, layers, group, with_units=with_units)
-        stages = tuple(
-            Stage(layers, is_last=index == num_stages - 1, copies_inputs=False)
-            for index, layers in enumerate(found.layers)
-        )
-        self._profile = PipelineProfile(stages, self._states)
-        self._units = found.units
-        return found.data
+    def take(self, measured: Measured) -> None:
+        """From here on plans are made for what the pipeline of global rank 0 measured."""
+        layers = shared_profiles(measured.layers, self._stage, self._group)
+        self._units = shared_profiles(measured.units, self._stage, self._group)
+        last = len(layers) - 1
+        stages = [Stage(stage, is_last=i == last, copies_inputs=False) for i, stage in enumerate(layers)]
+        self._profile = PipelineProfile(tuple(stages), self._states)
 
     def of(self, num_microbatches: int) -> Decision:
         """The plan for a training step.

@@ -17,45 +17,42 @@ from ext.cost.profile import LOSS, LayerProfile
 from ext.recompute.units import LayerCosts
 from ext.runtime.channels import Links
 from ext.runtime.live_bytes import storage_key
-from ext.runtime.profile import ProfiledLayer, ReplayedIterator, shared_profiles
+from ext.runtime.profile import ProfiledLayer, ReplayedIterator
 
 
 @dataclass(frozen=True)
-class Profiles:
-    """What was measured.
+class Measured:
+    """One stage.
 
     Attributes:
-        layers: by stage; what comes before and behind the transformer layers is the first and the last one.
+        layers: what comes before and behind the transformer layers is the first and the last one.
+        units: costs of the units of these layers, None for those that cannot be recomputed and where nobody asked.
         data: gives all that the iterator of the call would have given.
-        units: by stage, costs of the units of these layers, None for those that cannot be recomputed; None where nobody
-            asked.
     """
 
-    layers: list[tuple[LayerProfile, ...]]
+    layers: tuple[LayerProfile, ...]
+    units: tuple[LayerCosts | None, ...]
     data: Any
-    units: list[tuple[LayerCosts | None, ...]] | None = None
 
 
 BEFORE, BEHIND = "before the layers", "behind the layers"
 _FUSION = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 
 
-def profile_stages(
+def profile_stage(
     call: Call,
     stage: int,
     num_stages: int,
     links: Links,
     layers: Sequence[nn.Module],
-    group: Any,
     *,
     with_units: bool = False,
-) -> Profiles:
-    """Profile the layers of every stage on the next micro-batch of ``call``.
+) -> Measured:
+    """Profile the layers of this rank's stage on the next micro-batch of ``call``.
 
     Each stage measures in its turn: its transformer layers, what the forward step does before them (embedding), and
     what it does behind them (final norm, logits, loss), as one more layer each. Nothing is trained and no state of the
-    model or of a random stream changes. Collective over the world; every rank gets what the pipeline of global rank 0
-    measured.
+    model or of a random stream changes. Collective over the pipeline.
 
     Args:
         call: of a training step.
@@ -63,7 +60,6 @@ def profile_stages(
         num_stages: of the pipeline.
         links: between its ranks.
         layers: transformer layers of this stage.
-        group: ranks of this rank's pipeline.
         with_units: whether the units of layers are measured, too.
     """
     data = None if call.data_iterator is None else ReplayedIterator(call.data_iterator)
@@ -79,9 +75,7 @@ def profile_stages(
         links.outputs_to(stage + 1).send(outputs, 0)
     links.drain()
     links.reset_shapes()
-    rest = call.data_iterator if data is None else data.again()
-    shared = shared_profiles(profiles, stage, group)
-    return Profiles(shared, rest, shared_profiles(measured.units, stage, group) if with_units else None)
+    return Measured(profiles, measured.units, call.data_iterator if data is None else data.again())
 
 
 class _Stage:

@@ -45,6 +45,11 @@ def resolve(
     return decision
 
 
+def runs_plans(config: ExtConfig) -> bool:
+    """Whether this package's forward-backward function takes the place of Megatron's."""
+    return config.needs_pipeline_model or config.watchdog is not None
+
+
 def schedule_type(config: ExtConfig) -> str:
     """Name of the configured schedule."""
     return "1f1b" if config.pipeline is None else config.pipeline.schedule.type

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from ext.pipeline.memory_table import StageMemory
 from ext.pipeline.plan import Plan
 from ext.recompute.pipeline_tables import PipelineTables
 from ext.runtime.channels import Links
+from ext.runtime.guard import FailureGuard
+from ext.runtime.watchdog import Watchdog
 
 
 class PlanForwardBackward:
@@ -53,6 +56,7 @@ class PlanForwardBackward:
         self._plans: Plans | None = None
         self._links: Links | None = None
         self._guards_steps = False
+        self._watchdog: Watchdog | None = None
 
     def __call__(
         self,
@@ -97,7 +101,8 @@ class PlanForwardBackward:
         assert self._links is not None
         assert self._plans is not None
         units = None if forward_only else self._plans.units_of(num_microbatches, rank)
-        step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync, units)
+        assert self._watchdog is not None
+        step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync, units, self._watchdog)
         if host_config.timers is not None:
             host_config.timers("forward-backward", log_level=1).start(barrier=host_config.barrier_with_L1_time)
         self._run(step)
@@ -156,12 +161,16 @@ class PlanForwardBackward:
             self._plans = Plans(self.config, self._name, call.model, host_config, groups, self._moments)
             # Elsewhere ranks wait for each other inside a step; one that failed would wait for them in vain.
             self._guards_steps = groups.tp.size() == groups.cp.size() == host_config.expert_model_parallel_size == 1
+            self._watchdog = Watchdog(self.config.watchdog)
         if self._links is None:
             self._links = _open_links(call.model, groups, dynamic=host_config.variable_seq_lengths)
         data = call.data_iterator
         if not call.forward_only:
             if self._plans.needs_profile:
-                data = self._plans.profile_with(call, self._links, groups.pp)
+                with self._failing_together(call, lambda: 0):
+                    measured = self._plans.measure(call, self._links)
+                self._plans.take(measured)
+                data = measured.data
             self._plans.of(call.num_microbatches)
         return data
 
@@ -173,33 +182,55 @@ class PlanForwardBackward:
         return forward_plan(placement.linear(len(layers)), layers, call.num_microbatches)
 
     def _run(self, step: Step) -> None:
-        """Run it; where it fails, leave nothing behind and fail on all ranks alike."""
+        """Run it; where it fails, leave nothing behind."""
         step.links.reset_shapes()
         if not step.call.forward_only:
             step.grad_sync.hold()
+        name = "evaluation" if step.call.forward_only else "a training step"
+        with self._failing_together(step.call, lambda: step.num_forwards), step.watchdog.step(name):
+            try:
+                step.run()
+            except Exception:
+                step.weight_grads.clear()
+                step.grad_sync.let_go()
+                raise
+
+    @contextmanager
+    def _failing_together(self, call: Call, num_taken: Callable[[], int]) -> Iterator[None]:
+        """What fails inside leaves no channel behind, and fails on all ranks alike.
+
+        Args:
+            call: for which it runs.
+            num_taken: micro-batches that were taken before.
+        """
         assert self._plans is not None
         guard = self._plans.guard if self._guards_steps else None
         if guard is not None:
             guard.start_step()
         try:
-            step.run()
+            yield
         except Exception as error:
-            self._abandon(step)
+            self._close_links()
             if isinstance(error, StopIteration):
                 error = DataError(
-                    f"a step needs {step.call.num_microbatches} micro-batches, the data iterator gave "
-                    f"{step.num_forwards}. Give it more data, or lower --global-batch-size or --eval-iters."
+                    f"a step needs {call.num_microbatches} micro-batches, the data iterator gave {num_taken()}. Give "
+                    "it more data, or lower --global-batch-size or --eval-iters."
                 )
             if guard is None:
                 raise error
             guard.agree(error)
         else:
             if guard is not None:
-                guard.agree(None)
+                self._agree_on_success(guard)
 
-    def _abandon(self, step: Step) -> None:
-        step.weight_grads.clear()
-        step.grad_sync.let_go()
+    def _agree_on_success(self, guard: FailureGuard) -> None:
+        try:
+            guard.agree(None)
+        except Exception:
+            self._close_links()  # as the rank that failed did, so that the next call opens them on all ranks
+            raise
+
+    def _close_links(self) -> None:
         if self._links is not None:
             self._links.close()
             self._links = None

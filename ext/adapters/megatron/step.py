@@ -22,8 +22,9 @@ from ext.pipeline.plan import Plan
 from ext.recompute.regions import MicrobatchRegions
 from ext.recompute.stage_units import StageUnits
 from ext.recompute.unit_engine import MicrobatchUnits
-from ext.runtime.channels import Links, TensorSpec, as_tuple
+from ext.runtime.channels import Links, Receiver, TensorSpec, as_tuple
 from ext.runtime.split_backward import WeightGradQueue
+from ext.runtime.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Step:
     layers: Sequence[nn.Module]
     grad_sync: GradSync
     units: StageUnits | None = None
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(None))
     store: list[Any] = field(default_factory=list)
     num_reruns: int = 0
     num_forwards: int = 0
@@ -117,15 +119,21 @@ class Step:
         for action in self.plan.orders[self.rank]:
             if action == self._last_backward:
                 self.grad_sync.before_last_backward()
-            _HANDLERS[action.kind](self, action.stage, action.microbatch)
-        self.links.drain()
+            with self.watchdog.action(str(action)):
+                _HANDLERS[action.kind](self, action.stage, action.microbatch)
+        with self.watchdog.action("what was sent but has not left"):
+            self.links.drain()
+
+    def _received(self, channel: Receiver, microbatch: int) -> Any:
+        with self.watchdog.waiting(f"micro-batch {microbatch} of {channel.name}"):
+            return channel.wait(microbatch)
 
     # -- compute -------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
         call, flight = self.call, self._flights[microbatch]
         if stage > 0:
-            inputs = self.links.inputs_from(self.plan.rank_of[stage - 1]).wait(microbatch)
+            inputs = self._received(self.links.inputs_from(self.plan.rank_of[stage - 1]), microbatch)
             assert isinstance(inputs, Tensor)
             flight.inputs = inputs if call.forward_only else inputs.requires_grad_()
         with self._layers_as_planned(stage, flight):
@@ -151,7 +159,7 @@ class Step:
         call, flight = self.call, self._flights[microbatch]
         gradient = None
         if stage < self.plan.num_stages - 1:
-            received = self.links.output_grads_from(self.plan.rank_of[stage + 1]).wait(microbatch)
+            received = self._received(self.links.output_grads_from(self.plan.rank_of[stage + 1]), microbatch)
             gradient = as_tuple(received)[0]
         regions = flight.regions
         with contextlib.nullcontext() if regions is None else regions.backward():

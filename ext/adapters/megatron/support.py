@@ -19,6 +19,7 @@ SUPPORTED = frozenset(
         "recompute.overlap",
         "moe.dispatcher",
         "moe.topology.ranks_per_node",
+        "watchdog",
     }
 )
 

@@ -19,6 +19,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from ext.adapters.megatron.layers import forwards_replaced
+from ext.adapters.megatron.linear import announced
 from ext.recompute.units import ATTENTION, MLP, LayerUnits, Unit, run_units
 
 _CHECKPOINTS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
@@ -99,11 +100,11 @@ class LayerOfUnits(nn.Module):
         return LayerUnits(
             (
                 Unit("input_layernorm", layer.input_layernorm, ("x",)),
-                Unit("linear_qkv", _first_of(attention.linear_qkv), ("input_layernorm",), communication=gathers),
+                Unit("linear_qkv", _told(attention.linear_qkv), ("input_layernorm",), communication=gathers),
                 Unit("core_attention", self._attend, ("linear_qkv",), ATTENTION, communication=exchanges),
                 Unit("residual", self._project, ("core_attention", "x"), MLP, communication=is_shared),
                 Unit("pre_mlp_layernorm", layer.pre_mlp_layernorm, ("residual",), MLP),
-                Unit("linear_fc1", _first_of(mlp.linear_fc1), ("pre_mlp_layernorm",), MLP, communication=gathers),
+                Unit("linear_fc1", _told(mlp.linear_fc1), ("pre_mlp_layernorm",), MLP, communication=gathers),
                 Unit("activation", self._activate, ("linear_fc1",), MLP),
                 Unit("output", self._contract, ("activation", "residual"), MLP, communication=is_shared),
             )
@@ -123,14 +124,14 @@ class LayerOfUnits(nn.Module):
 
     def _project(self, attended: Tensor, residual: Tensor) -> Tensor:
         layer = self.layer
-        output = layer.self_attention.linear_proj(attended)
+        output = announced(layer.self_attention.linear_proj, attended)
         with layer.bias_dropout_add_exec_handler():
             add = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)
             return add(output, residual, layer.hidden_dropout)
 
     def _contract(self, activated: Tensor, residual: Tensor) -> Tensor:
         layer = self.layer
-        output = layer.mlp.linear_fc2(activated)
+        output = announced(layer.mlp.linear_fc2, activated)
         with layer.bias_dropout_add_exec_handler():
             add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
             hidden = add(output, residual, layer.hidden_dropout)
@@ -152,8 +153,8 @@ _FOR_ATTENTION = (
 )  # fmt: skip
 
 
-def _first_of(linear: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: linear(x)[0]
+def _told(linear: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: announced(linear, x)[0]
 
 
 def _given(output: Tensor, bias: Any) -> Callable[..., Any]:

@@ -68,7 +68,8 @@ def test_values_as_in_the_config_file(tmp_path):
         (["--ext-recompute-policy", "delta"], ["--ext-recompute-policy: 'delta' is not built"]),
         (["--ext-pipeline-partition", "2,2"], ["--ext-pipeline-partition: "]),
         (["--ext-pipeline-schedule", "plan_file"], ["schedule: 'path' is missing. Allowed: a text; write {"]),
-        (["--ext-watchdog", "60"], ["--ext-watchdog: not built"]),
+        (["--ext-watchdog", "0"], ["--ext-watchdog: found 0; allowed: a number of seconds above 0."]),
+        (["--ext-self-check", "true"], ["--ext-self-check: not built"]),
         (["--ext-moe-router-bias-rate", "0.1"], ["--ext-moe-router-bias-rate: not built for Megatron"]),
         (["--ext-moe-dispatcher", "auto"], ["--ext-moe-dispatcher: 'auto' is not built for Megatron"]),
         (

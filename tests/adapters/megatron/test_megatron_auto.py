@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ext.core.errors import ConfigError
+from ext.core.errors import CommunicationError, ConfigError, DataError
 from ext.pipeline.plan_file import read_plan
 from ext.testing.ranks import run_ranks
 
@@ -189,6 +189,34 @@ def _counted(rank, world_size, schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_activations_are_predicted_to_the_byte(schedule):
     run_ranks(_counted, 2, schedule)
+
+
+def _failing(rank, world_size):
+    """A forward step that fails while it is profiled, and data that is not there, are the same error on all ranks."""
+    from ext.adapters.megatron import testing
+
+    testing.parallel(pp=2)
+    model, function = testing.build(), _function(AUTO)
+    arguments = {"model": [model], "num_microbatches": 2, "seq_length": testing.SEQ, "micro_batch_size": 2}
+
+    def forward_step(data, chunk):
+        if rank == 1:
+            raise KeyError("of the model")
+        return testing.forward_step(data, chunk)
+
+    with pytest.raises(KeyError if rank == 1 else CommunicationError, match="of the model"):
+        function(forward_step_func=forward_step, data_iterator=iter(testing.batches(2)), **arguments)
+    with pytest.raises(DataError, match="needs 2 micro-batches, the data iterator gave 0"):
+        function(forward_step_func=testing.forward_step, data_iterator=iter(()), **arguments)
+    with pytest.raises(DataError, match="needs 2 micro-batches, the data iterator gave 1"):
+        testing.train(function, model, testing.batches(1), num_microbatches=2)
+    assert testing.train(function, model, testing.batches(2)) == testing.train(
+        _function("1f1b"), model, testing.batches(2)
+    )
+
+
+def test_a_profile_that_fails_is_one_error_on_all_ranks():
+    run_ranks(_failing, 2, timeout=40)
 
 
 def _router_counts(rank, world_size):

@@ -41,7 +41,8 @@ def test_a_run_without_the_switch_goes_through_the_launcher_without_stand_ins(tm
     code = (
         "import sys, warnings; warnings.simplefilter('ignore')\n"
         "from pathlib import Path\nfrom ext.adapters.megatron import launch\n"
-        "for given in (['--ext-recompute-policy', 'full'], ['--ext-enabled', 'false', '--fp16'], ['--fp16']):\n"
+        "for given in (['--ext-recompute-policy', 'full'], ['--ext-enabled', 'false', '--fp16'], ['--fp16'],\n"
+        "              ['--ext-watchdog', '60']):\n"
         f"    launch.run(Path({str(script)!r}), given, checkout=Path({str(tmp_path)!r}), cpu=False)\n"
     )
     # PyPI's apex is a web framework, and megatron.core asks for no more than its name.
@@ -53,6 +54,7 @@ def test_a_run_without_the_switch_goes_through_the_launcher_without_stand_ins(tm
         "ran PlanForwardBackward full False False",
         "ran function None True False",
         "ran function None True False",
+        "ran PlanForwardBackward None False False",
     ], done.stderr
 
 
@@ -84,3 +86,6 @@ def test_a_missing_module_of_the_training_code_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ConfigError, match="needs the module 'regex', which is not installed. Run: pip install regex"):
         launch.run(tmp_path / "pretrain_gpt.py", [], checkout=tmp_path, cpu=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="'regex', and there is no GPU here. Add --cpu in front of the script"):
+        launch.run(tmp_path / "pretrain_gpt.py", [], checkout=tmp_path, cpu=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ext.core.errors import CommunicationError, ConfigError, DataError
-from ext.testing.ranks import run_ranks
+from ext.testing.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -189,6 +189,39 @@ def _deallocation(rank, world_size):
 
 def test_outputs_are_deallocated_without_harm_to_a_send_in_flight():
     run_ranks(_deallocation, 2)
+
+
+def _stuck(rank, world_size, folder):
+    import os
+    import time
+
+    from ext.adapters.megatron import testing
+
+    os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    testing.parallel(pp=3)
+    model, function = testing.build(num_layers=3), _function("1f1b", watchdog=3)
+    calls = []
+
+    def forward_step(data, chunk):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            time.sleep(40)
+        return testing.forward_step(data, chunk)
+
+    function(
+        forward_step_func=forward_step, data_iterator=iter(testing.batches(5)), model=[model], num_microbatches=5,
+        seq_length=16, micro_batch_size=2,
+    )  # fmt: skip
+
+
+def test_every_rank_reports_where_it_hangs(tmp_path):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_stuck, 3, str(tmp_path), timeout=60)
+    reports = [(tmp_path / f"stderr{rank}").read_text() for rank in range(3)]
+    assert all("watchdog: rank" in report for report in reports), failed.value
+    assert "doing: 1F2" in reports[1]
+    assert "waiting for micro-batch 1 of gradient from rank 1" in reports[0]
+    assert "2F2, waiting for micro-batch 2 of stage input from rank 1" in reports[2]
 
 
 def _split(rank, world_size):

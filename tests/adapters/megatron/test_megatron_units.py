@@ -134,3 +134,51 @@ def _units_are_the_layer(rank, world_size):
 
 def test_units_are_the_layer():
     run_ranks(_units_are_the_layer, 1)
+
+
+class _Told:
+    """Notes what it is told, and that the collective was launched by then."""
+
+    def __init__(self):
+        self.events = []
+
+    def forward_launched(self, work):
+        self.events.append("forward")
+
+    def backward_launched(self, work):
+        self.events.append("backward")
+
+
+def _announcements(rank, world_size, sequence_parallel):
+    """A listener hears of every all-reduce, once, and changes no bit."""
+    from ext.adapters.megatron import testing
+    from ext.adapters.megatron.layers import transformer_layers
+    from ext.adapters.megatron.units import LayerOfUnits
+    from ext.comm.tensor_parallel.hooks import listening
+
+    testing.parallel(tp=2)
+    model = testing.build(**DROPOUT, sequence_parallel=sequence_parallel)
+    layer = transformer_layers(model)[0]
+    hooked = []
+    layer.mlp.linear_fc2.register_forward_pre_hook(lambda *_: hooked.append(1))
+    length = testing.SEQ // (world_size if sequence_parallel else 1)
+    mask = torch.ones(testing.SEQ, testing.SEQ).triu(1).bool()[None, None]
+    results, told = [], _Told()
+    for listener in (None, told):
+        testing.seed()
+        hidden = torch.randn(length, 2, testing.HIDDEN).requires_grad_()
+        whole = LayerOfUnits(layer)
+        whole.bind(attention_mask=mask)
+        with listening(listener):
+            output = whole(hidden)
+        wanted = [hidden, *layer.parameters()]
+        results.append([output, *torch.autograd.grad(output.square().sum(), wanted)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert told.events == ([] if sequence_parallel else ["forward", "forward", "backward", "backward"])
+    # once in its own place and once while the activation runs between the linear layers, with the listener and without
+    assert len(hooked) == 4
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_listeners_hear_of_all_reduces(sequence_parallel):
+    run_ranks(_announcements, 2, sequence_parallel)
