@@ -195,7 +195,7 @@ def _all(folder: Path, packet_us: float, emulated: bool, plain: bool) -> Iterato
             if is_emulated:
                 yield from timings(Network(name, tuple(namespaces), store, rounds=18, calls=1, start_delay_s=0.1))
             else:
-                yield from timings(Network(name, (), store, rounds=18, calls=8, start_delay_s=0.03))
+                yield from timings(Network(name, (), store, rounds=24, calls=8, start_delay_s=0.03))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from ext.moe.table import Table
 
 logger = logging.getLogger(__name__)
 
+MOST_KEPT = 1024
+"""Choices by size that are kept, so that a call of a known size costs nothing."""
+
 
 class AutoDispatcher(ChoosingDispatcher):
     """Chooses by size from a measurement; linear within 2 %.
@@ -39,6 +42,7 @@ class AutoDispatcher(ChoosingDispatcher):
         self._probe_seconds = probe_seconds
         self._probe_file = probe_file
         self._reasons: dict[str, str] = {}
+        self._chosen: dict[tuple[int, int | None, int, torch.dtype], Dispatcher] = {}
 
     def describe(self) -> str:
         if not self._reasons:
@@ -46,16 +50,24 @@ class AutoDispatcher(ChoosingDispatcher):
         return f"auto ({'; '.join(self._reasons.values())})"
 
     def _choose(self, x: Tensor, routes: Routes) -> Dispatcher:
-        is_dropless = routes.capacity is None
-        k = routes.ids.shape[1] if is_dropless else None
-        probe = Probe(self.linear, self.hierarchical, x.shape[1], x.dtype, x.device, k)
-        rows = routes.max_tokens if is_dropless else routes.capacity
+        rows = routes.max_tokens if routes.capacity is None else routes.capacity
         if rows is None:
             (rows,), _ = extremes(torch.tensor([x.shape[0]], device=x.device), self.group.process_group)
+        k = routes.ids.shape[1] if routes.capacity is None else None
+        key = (rows, k, x.shape[1], x.dtype)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            if len(self._chosen) == MOST_KEPT:  # lengths that never repeat
+                self._chosen.clear()
+            chosen = self._chosen[key] = self._measured_choice(x, rows, k)
+        return chosen
+
+    def _measured_choice(self, x: Tensor, rows: int, k: int | None) -> Dispatcher:
+        probe = Probe(self.linear, self.hierarchical, x.shape[1], x.dtype, x.device, k)
         size = rows * probe.step
         table = measured(probe, size, self._probe_seconds, self._probe_file)
         is_two_level = table.prefers_hierarchical(size)
-        self._tell("dropless" if is_dropless else "with a capacity", size, table, is_two_level)
+        self._tell("with a capacity" if k is None else "dropless", size, table, is_two_level)
         return self.hierarchical if is_two_level else self.linear
 
     def _tell(self, mode: str, size: int, table: Table, is_two_level: bool) -> None:
