@@ -64,6 +64,21 @@ class Plan:
         """(stage, micro-batch) of every backward that runs as I and W."""
         return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.I)
 
+    @cached_property
+    def next_backwards(self) -> Mapping[tuple[int, int], int]:
+        """By (stage, micro-batch) of a forward: the stage's next backward, where its forward came before this one."""
+        found: dict[tuple[int, int], int] = {}
+        for order in self.orders:
+            forwards = {(a.stage, a.microbatch): i for i, a in enumerate(order) if a.kind is Kind.F}
+            coming: dict[int, int] = {}
+            for i, action in reversed(list(enumerate(order))):
+                stage = action.stage
+                if action.kind in (Kind.B, Kind.I):
+                    coming[stage] = action.microbatch
+                elif action.kind is Kind.F and forwards.get((stage, coming.get(stage, -1)), i) < i:
+                    found[stage, action.microbatch] = coming[stage]
+        return found
+
     def max_deferred(self, rank: int) -> int:
         """Most micro-batches of ``rank`` whose I has run and whose W has not."""
         now = most = 0

@@ -30,7 +30,7 @@ from ext.recompute.stage_tables import (
 )
 from ext.recompute.units import LayerCosts, UnitCosts
 from ext.recompute.waits import StageWaits, stage_waits
-from ext.recompute.windows import BEFORE_BACKWARD, ON_DEMAND
+from ext.recompute.windows import BEFORE_BACKWARD, ON_DEMAND, WAIT
 
 UnitCostsOfStages = Sequence[Sequence[LayerCosts | None]]
 """By stage, the costs of its layers; None for one that is never recomputed."""
@@ -118,6 +118,8 @@ class _Pipeline:
             tuple(c if c is not None and schedule.may_recompute(i) and worth_deciding(c) else None for c in stage)
             for i, stage in enumerate(units)
         ]
+        if not overlap:
+            self.units = [tuple(c and replace(c, all_reduces=None) for c in stage) for stage in self.units]
         self.whole = [stage.costs(0) for stage in profile.stages]
         plan = build_plan(schedule, layers_per_stage=layers_per_stage, recomputed_layers=(0,) * len(budgets))
         self.simulation: Simulation = simulate(plan, Costs(tuple(self.whole)))
@@ -141,7 +143,13 @@ class _Pipeline:
         """The tables of a stage; where none fit, the least bytes that it needs."""
         budget = self.budgets[stage] - self._beside(stage)
         layers = StageLayers(
-            self.units[stage], self.in_flight[stage], budget, self.waits[stage].window, self.held[stage]
+            self.units[stage],
+            self.in_flight[stage],
+            budget,
+            self.waits[stage].window,
+            self.held[stage],
+            # The last micro-batches' backwards come when all forwards are done.
+            min(1.0, (self.in_flight[stage] - 1) / self.schedule.shape.num_microbatches),
         )
         try:
             return solve_stage(layers, solve)
@@ -196,14 +204,14 @@ def _costs(whole: StageCosts, tables: StageTables, is_split: bool) -> StageCosts
     early, late, everything = tables.recomputed(*BEFORE_BACKWARD), tables.recomputed(ON_DEMAND), tables.recomputed()
     costs = replace(
         whole,
-        recompute=seconds(everything),
+        recompute=seconds(tables.recomputed(ON_DEMAND, WAIT)),  # the rest runs under all-reduces
         dropped=size(everything),
         stash=tables.read_again + _temporary(everything),
         working_set=working_set(tables),
     )
     if not any(early):
         return costs
-    costs = replace(costs, recompute=seconds(early), input_grad=whole.input_grad + seconds(late))
+    costs = replace(costs, recompute=seconds(tables.recomputed(WAIT)), input_grad=whole.input_grad + seconds(late))
     if is_split:  # holds what it recomputed until its weight gradients are done
         return costs
     again = working_set(tables, ON_DEMAND)

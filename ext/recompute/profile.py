@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ext.comm.tensor_parallel.hooks import Listener, listening
 from ext.cost.collectives import fit_link
 from ext.cost.hardware import Link
 from ext.recompute.ambient import RngState
@@ -19,7 +20,7 @@ from ext.recompute.stopwatch import stopwatch
 from ext.recompute.storage import storage_bytes, storage_key, storage_keys
 from ext.recompute.table import OPAQUE
 from ext.recompute.unit_engine import constants_of, device_of
-from ext.recompute.units import HasUnits, LayerCosts, LayerUnits, Unit, UnitCosts, units_of
+from ext.recompute.units import ATTENTION, MLP, AllReduces, HasUnits, LayerCosts, LayerUnits, Unit, UnitCosts, units_of
 
 DEFAULT_REPEATS = 5
 
@@ -44,11 +45,55 @@ def profile_layer(layer: Any, inputs: Any, repeats: int = DEFAULT_REPEATS) -> La
     fresh = tuple(v.detach().requires_grad_(v.is_floating_point()) if isinstance(v, Tensor) else v for v in given)
     with RngState.capture(device, ()).restored(), torch.enable_grad():
         found = _sizes(units, fresh, constants)
+        probes = [_AllReduceProbe(device) for _ in range(repeats + 1)]
         times = [_times(units, fresh, device) for _ in range(repeats + 1)][1:]
-        backward = [_backward_time(units, fresh, constants, device) for _ in range(repeats + 1)][1:]
+        backward = [_backward_time(units, fresh, constants, device, probe) for probe in probes][1:]
     costs = tuple(replace(cost, time=min(run[i] for run in times)) for i, cost in enumerate(found.costs(units)))
     seconds = sum(cost.time for cost in costs)
-    return LayerCosts(costs, found.input_bytes, seconds, min(backward))
+    waits = [probe.all_reduces() for probe in probes][1:]
+    return LayerCosts(costs, found.input_bytes, seconds, min(backward), _fastest(waits))
+
+
+class _AllReduceProbe:
+    """Listens to the all-reduces of a layer and waits for each at once, so that nothing else hides it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._forward: list[Callable[[], float]] = []
+        self._backward: dict[str, list[Callable[[], float]]] = {ATTENTION: [], MLP: []}
+
+    def of(self, unit: Unit) -> Listener:
+        """Who listens to one unit."""
+        return _UnitProbe(self, unit.half)
+
+    def waited(self, work: Any, times: list[Callable[[], float]]) -> None:
+        stop = stopwatch(self._device)
+        work.wait()
+        times.append(stop())
+
+    def all_reduces(self) -> AllReduces | None:
+        """What was measured; None where there was no all-reduce."""
+        forward = [time() for time in self._forward]
+        backward = {half: sum(time() for time in times) for half, times in self._backward.items()}
+        if not forward and not any(self._backward.values()):
+            return None
+        return AllReduces(sum(forward[:1]), sum(forward[1:]), backward[MLP], backward[ATTENTION])
+
+
+class _UnitProbe:
+    def __init__(self, probe: _AllReduceProbe, half: str) -> None:
+        self._probe, self._half = probe, half
+
+    def forward_launched(self, work: Any) -> None:
+        self._probe.waited(work, self._probe._forward)
+
+    def backward_launched(self, work: Any) -> None:
+        self._probe.waited(work, self._probe._backward[self._half])
+
+
+def _fastest(waits: Sequence[AllReduces | None]) -> AllReduces | None:
+    found = [astuple(each) for each in waits if each is not None]
+    return AllReduces(*(min(times) for times in zip(*found, strict=True))) if found else None
 
 
 @dataclass
@@ -161,11 +206,16 @@ def _leaf(value: Any) -> Any:
 
 
 def _backward_time(
-    units: LayerUnits, inputs: Sequence[Any], constants: Sequence[Tensor], device: torch.device
+    units: LayerUnits,
+    inputs: Sequence[Any],
+    constants: Sequence[Tensor],
+    device: torch.device,
+    probe: _AllReduceProbe,
 ) -> float:
     values = dict(zip(units.inputs, inputs, strict=True))
     for unit in units.units:
-        values[unit.name] = unit.fn(*[values[name] for name in unit.inputs])
+        with listening(probe.of(unit)):
+            values[unit.name] = unit.fn(*[values[name] for name in unit.inputs])
     outputs = [values[name] for name in units.outputs]
     roots = [v for v in outputs if isinstance(v, Tensor) and v.requires_grad]
     leaves = [v for v in (*inputs, *constants) if isinstance(v, Tensor) and v.requires_grad]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ext.core.errors import ConfigError
-from ext.recompute.units import LayerCosts, UnitCosts
+from ext.recompute.units import AllReduces, LayerCosts, UnitCosts
 
 FORMAT = 1
 
@@ -75,4 +75,6 @@ def load_profile(path: Path, about: Mapping[str, str] | None = None) -> UnitProf
 
 def _layer(content: Mapping[str, Any]) -> LayerCosts:
     units = tuple(UnitCosts(**{**unit, "inputs": tuple(unit["inputs"])}) for unit in content["units"])
-    return LayerCosts(units, int(content["input_bytes"]), float(content["forward"]), float(content["backward"]))
+    waits = content.get("all_reduces")
+    times = float(content["forward"]), float(content["backward"])
+    return LayerCosts(units, int(content["input_bytes"]), *times, None if waits is None else AllReduces(**waits))

@@ -9,7 +9,7 @@ from ext.recompute.pipeline_tables import PipelineTables
 from ext.recompute.report import RecomputeReport, WindowUse
 from ext.recompute.stage_tables import seconds, size
 from ext.recompute.table import KEEP, UNUSED
-from ext.recompute.windows import BEFORE_BACKWARD, ON_DEMAND
+from ext.recompute.windows import ON_DEMAND, UNDER_FORWARD, WAIT
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,14 @@ class StageRecompute:
         return sum(row.seconds for row in self.windows if row.window == ON_DEMAND)
 
 
+def _share(tables: PipelineTables, stage: int, window: str) -> float:
+    """Micro-batches that have the window; the others recompute on demand what the table gives to it."""
+    if window in UNDER_FORWARD:
+        found = [part.problem.window[window] for part in tables.stages[stage].parts if window in part.problem.window]
+        return 1 - found[0].exposed if found else 0.0
+    return tables.early[stage] if window == WAIT else float(window != ON_DEMAND)
+
+
 def stage_recompute(tables: PipelineTables, stage: int, report: RecomputeReport) -> StageRecompute:
     """What a stage planned and, as its report has it, did. Waits for the device."""
     of_stage = tables.stages[stage]
@@ -69,8 +77,7 @@ def stage_recompute(tables: PipelineTables, stage: int, report: RecomputeReport)
     for name in (*sorted(names), ON_DEMAND):
         units = of_stage.recomputed(name)
         whole = [float(sum(map(len, units))), seconds(units), float(size(units))]
-        # A micro-batch without an R recomputes on demand what the table gives to the pipeline wait.
-        share = tables.early[stage] if name in BEFORE_BACKWARD else float(name != ON_DEMAND)
+        share = _share(tables, stage, name)
         if name != ON_DEMAND:
             planned[name] = [share * value for value in whole]
         late = [value + (1 - share) * more for value, more in zip(late, whole, strict=True)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ext.recompute.problem import InfeasibleBudget, Solution, StageProblem
 from ext.recompute.table import KEEP, UNUSED, UnitTable, keep_all
 from ext.recompute.units import LayerCosts, UnitCosts
-from ext.recompute.windows import Window
+from ext.recompute.windows import Window, all_reduce_windows
 
 Solve = Callable[[StageProblem], Solution]
 
@@ -27,6 +27,7 @@ class StageLayers:
         budget: bytes for what these layers hold, inputs included.
         windows: of the whole stage: capacities are seconds for all its layers together.
         held: see `StageProblem`.
+        forward_exposed: share of the micro-batches whose backward has no other one's forward before it.
     """
 
     layers: tuple[LayerCosts | None, ...]
@@ -34,6 +35,7 @@ class StageLayers:
     budget: int
     windows: tuple[Window, ...] = ()
     held: int = 0
+    forward_exposed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def solve_stage(stage: StageLayers, solve: Solve) -> StageTables:
             len(kind.positions),
             stage.in_flight,
             0,
-            tuple(_share(window, kind.weight / total / len(kind.positions)) for window in stage.windows),
+            _windows(stage, kind, kind.weight / total / len(kind.positions)),
             stage.held,
         )
         for kind in kinds
@@ -223,8 +225,12 @@ def _fastest(group: Sequence[LayerCosts]) -> LayerCosts:
     )
 
 
-def _share(window: Window, share: float) -> Window:
-    return replace(window, capacity=window.capacity * share)
+def _windows(stage: StageLayers, kind: _Kind, share: float) -> tuple[Window, ...]:
+    """Those of the stage, of which each of these layers gets a share, and those under the layers' own all-reduces."""
+    shared = tuple(replace(window, capacity=window.capacity * share) for window in stage.windows)
+    waits = kind.costs.all_reduces
+    own = () if waits is None else all_reduce_windows(waits, stage.in_flight, stage.forward_exposed)
+    return (*shared, *own)
 
 
 def _least(problem: StageProblem, solve: Solve) -> int:

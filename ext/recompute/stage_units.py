@@ -51,6 +51,13 @@ class StageUnits:
             for position in part.positions
         }
 
+        self._with_windows = {
+            position
+            for part in tables.parts
+            if part.problem.layer.all_reduces is not None and any(table.dropped for table in part.solution.tables)
+            for position in part.positions
+        }
+
     @property
     def report(self) -> RecomputeReport:
         return self._at.report
@@ -60,7 +67,12 @@ class StageUnits:
         self._at = replace(self._at, report=RecomputeReport())
 
     def start(
-        self, layers: Sequence[Any], *, around: Around = nullcontext, recomputing: Around = nullcontext
+        self,
+        layers: Sequence[Any],
+        *,
+        around: Around = nullcontext,
+        recomputing: Around = nullcontext,
+        next_backward: MicrobatchUnits | None = None,
     ) -> tuple[MicrobatchUnits, list[Any]]:
         """What to call in place of the stage's layers for one micro-batch, and the handle of its recomputes.
 
@@ -68,11 +80,12 @@ class StageUnits:
             layers: of the stage, in order.
             around: entered around every layer or unit, in forward and recompute.
             recomputing: entered around every recompute.
+            next_backward: the micro-batch whose backward comes next; see `MicrobatchUnits`.
         """
-        microbatch = MicrobatchUnits(replace(self._at, around=around, recomputing=recomputing))
+        microbatch = MicrobatchUnits(replace(self._at, around=around, recomputing=recomputing), next_backward)
         return microbatch, [
             UnitLayer(layer, microbatch, table, self._opaque_bytes.get(position, 0))
-            if table.dropped
+            if table.dropped or position in self._with_windows
             else _Kept(layer, around)
             for position, (layer, table) in enumerate(zip(layers, self.tables.tables, strict=True))
         ]

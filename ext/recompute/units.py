@@ -152,6 +152,22 @@ class UnitCosts:
 
 
 @dataclass(frozen=True)
+class AllReduces:
+    """Seconds that a tensor-parallel layer waits for its all-reduces when nothing is done meanwhile.
+
+    Attributes:
+        first_forward, second_forward: of its outputs, in the order of the forward.
+        mlp_backward: of the gradient of the MLP half's input, behind the weight gradient that the host runs meanwhile.
+        attention_backward: the same of the attention half.
+    """
+
+    first_forward: float = 0.0
+    second_forward: float = 0.0
+    mlp_backward: float = 0.0
+    attention_backward: float = 0.0
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """A layer as the solvers see it.
 
@@ -160,12 +176,14 @@ class LayerCosts:
         input_bytes: of the layer's inputs, which are always kept.
         forward: seconds of the layer's forward without communication.
         backward: seconds of its backward without communication.
+        all_reduces: waits under which recomputes can hide; None where no rank shares the layer.
     """
 
     units: tuple[UnitCosts, ...]
     input_bytes: int
     forward: float = 0.0
     backward: float = 0.0
+    all_reduces: AllReduces | None = None
 
     def __post_init__(self) -> None:
         check_graph([(unit.name, unit.inputs) for unit in self.units], ())

@@ -6,14 +6,16 @@ forward all-reduces of the next micro-batch, pipeline wait, the all-reduces of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ext.recompute.units import ATTENTION, MLP
+from ext.recompute.units import ATTENTION, MLP, AllReduces
 
 ON_DEMAND = "C"
+WAIT = "P"
+"""The pipeline wait before a micro-batch's backward."""
 UNDER_FORWARD = ("F1", "F2")
 """Windows under the all-reduces of the forward of the stage's next micro-batch."""
-BEFORE_BACKWARD = (*UNDER_FORWARD, "P")
+BEFORE_BACKWARD = (*UNDER_FORWARD, WAIT)
 """Windows that end before a micro-batch's backward; the last one catches what the others did not do."""
 _ON_DEMAND_POSITION = {MLP: 50, ATTENTION: 70}
 
@@ -82,7 +84,7 @@ def wait_window(capacity: float, exposed: float, slowdown: float = 1.0) -> Windo
         exposed: share of the step's micro-batches without a wait.
         slowdown: see `Window`.
     """
-    return Window("P", capacity, 30, stage_wide=True, exposed=exposed, slowdown=slowdown)
+    return Window(WAIT, capacity, 30, stage_wide=True, exposed=exposed, slowdown=slowdown)
 
 
 def one_f_one_b_waits(rank: int, num_ranks: int, num_microbatches: int, forward: float) -> tuple[Window, ...]:
@@ -99,3 +101,18 @@ def one_f_one_b_waits(rank: int, num_ranks: int, num_microbatches: int, forward:
     """
     waits = min(num_ranks - rank, num_microbatches)
     return (wait_window(forward, 1 - waits / num_microbatches),) if rank < num_ranks - 1 else ()
+
+
+def all_reduce_windows(waits: AllReduces, in_flight: int, forward_exposed: float) -> tuple[Window, ...]:
+    """F1 and F2, where the stage holds several micro-batches, B1 and B2, as measured.
+
+    Args:
+        waits: of one layer.
+        in_flight: most micro-batches that the stage holds activations of.
+        forward_exposed: share of the micro-batches whose backward has no other one's forward before it.
+    """
+    forward = forward_windows(waits.first_forward, waits.second_forward) if in_flight > 1 else ()
+    return (
+        *(replace(window, exposed=forward_exposed) for window in forward),
+        *backward_windows(waits.mlp_backward, waits.attention_backward),
+    )

@@ -106,10 +106,10 @@ def _own_problems(
             f"--expert-parallel: {arguments.expert_parallel} ranks do not divide the {data_parallel} "
             f"replicas. Use a divisor of {data_parallel}."
         )
-    if arguments.tensor_parallel > 1 and _partition(ds_config) == "recompute_aware":
+    if arguments.tensor_parallel > 1 and _partition(ds_config) in ("recompute_aware", "auto"):
         yield (
-            "ext.pipeline.partition: 'recompute_aware' measures the layers on one rank, which cannot run layers that "
-            "--tensor-parallel shares. Use 'uniform', or a list of layers per stage."
+            f"ext.pipeline.partition: '{_partition(ds_config)}' measures the layers on one rank, which cannot run "
+            "layers that --tensor-parallel shares. Use 'uniform', or a list of layers per stage."
         )
     if arguments.num_layers < num_stages:
         yield (

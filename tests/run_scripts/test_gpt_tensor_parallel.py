@@ -11,6 +11,8 @@ from deepspeed.accelerator import get_accelerator
 import ext
 from ext.comm.tensor_parallel.group import TensorParallelGroup
 from ext.core.errors import ConfigError
+from ext.recompute import profile
+from ext.recompute.units import AllReduces
 from ext.testing.oracle import oracle_step
 from ext.testing.ranks import run_ranks
 from gpt import arguments, check, device, model, tensor_parallel
@@ -34,7 +36,17 @@ def _batches(count):
 
 
 def _engine(
-    num_stages, shared_by=2, dropout=0.0, schedule="1f1b", recompute="none", clip=0.0, zero=0, dtype=None, parts=1
+    num_stages,
+    shared_by=2,
+    dropout=0.0,
+    schedule="1f1b",
+    recompute="none",
+    clip=0.0,
+    zero=0,
+    dtype=None,
+    parts=1,
+    budget=None,
+    partition="module",
 ):
     batches = _batches(1)
     ds_config = {
@@ -46,11 +58,13 @@ def _engine(
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
         "ext": {
-            "pipeline": {"schedule": schedule},
+            "pipeline": {"schedule": schedule, "partition": partition},
             "recompute": {"policy": recompute},
             "tensor_parallel": {"sub_pipeline": parts},
         },
     }
+    if budget is not None:
+        ds_config["ext"]["recompute"]["memory_budget_gib"] = budget
     module = tensor_parallel.build(_gpt(dropout), num_stages, shared_by, 5, ds_config, batches[0])
     module.to(dtype or torch.float32)
     tensor_parallel.seed_dropout(3, shared_by)
@@ -166,6 +180,27 @@ def dropout_differs(num_stages):
     return found
 
 
+def units_differ(num_stages):
+    """Unit policies that do not give bit for bit the step of none, and the windows that were used by stage."""
+    plain = _engine(num_stages, dropout=0.3, recompute={"type": "none"}, budget=1.0)
+    reference, found, used = _step(plain), [], set()
+    last = 0.15 if num_stages == 1 else 0.0  # a stage with one micro-batch in flight has little to give
+    shares = [0.3 if row.in_flight > 1 else last for row in ext.memory_report(plain)]
+    budget = [(r.total - s * r.activations) / 2**30 for r, s in zip(ext.memory_report(plain), shares, strict=True)]
+    # On a link so slow that every recompute fits under an all-reduce.
+    profile._AllReduceProbe.all_reduces = lambda self: AllReduces(1.0, 1.0, 1.0, 1.0) if self._forward else None
+    for policy in ("lynx_heu", "lynx_opt"):
+        engine = _engine(num_stages, dropout=0.3, recompute=policy, budget=budget)
+        loss, gradients = _step(engine)
+        windows = {name: use.units for name, use in engine._units.report.windows.items()}
+        same = torch.equal(loss, reference[0])
+        same &= all(torch.equal(gradient, reference[1][key]) for key, gradient in gradients.items())
+        if not same:
+            found.append((policy, same, windows))
+        used |= windows.keys()
+    return found, used
+
+
 def saved_and_loaded(num_stages, folder):
     """The weights of a trained engine in a fresh one, from files by layer and rank; and the streams of dropout."""
     trained = _engine(num_stages, dropout=0.3)
@@ -212,6 +247,7 @@ def run_cases(rank, world_size, num_stages, folder):
     found["clip"] = max(abs(clipped(num_stages, zero, norm)) for zero in (0, 1))
     found["eval"] = evaluated(_engine(num_stages))
     found["dropout"] = dropout_differs(num_stages)
+    found["units"], found["windows"] = units_differ(num_stages)
     found["loaded"] = saved_and_loaded(num_stages, folder)
     found["replicated"] = replicated_alike(_engine(num_stages, dropout=0.3))
     return found
@@ -219,7 +255,9 @@ def run_cases(rank, world_size, num_stages, folder):
 
 @pytest.mark.parametrize(("world_size", "num_stages"), [(2, 1), (4, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_shared_over_ranks_it_is_the_same_model(world_size, num_stages, tmp_path):
-    for found in run_ranks(run_cases, world_size, num_stages, str(tmp_path), timeout=120):
+    results = run_ranks(run_cases, world_size, num_stages, str(tmp_path), timeout=120)
+    assert set().union(*(found["windows"] for found in results)) & {"F1", "F2", "B1", "B2"}
+    for found in results:
         assert found["torch.float64"] < TOLERANCE[torch.float64]
         assert found["torch.float32"] < TOLERANCE[torch.float32]
         assert found["in parts"] < TOLERANCE[torch.float64]
@@ -227,6 +265,7 @@ def test_shared_over_ranks_it_is_the_same_model(world_size, num_stages, tmp_path
         assert found["clip"] < 1e-4
         assert found["eval"] < 1e-5
         assert found["dropout"] == []
+        assert found["units"] == []
         assert found["loaded"]
         assert found["replicated"]
     names = {path.name for path in (tmp_path / "t").glob("layer_*")}
@@ -246,13 +285,10 @@ def test_what_cannot_be_shared_is_refused(options, says):
         check.check(arguments.parse(["--check", "--tensor-parallel", "2", "--pipeline-stages", "2", *options]))
 
 
-def test_layers_are_not_measured_on_one_rank_alone(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text('{"train_batch_size": 8, "ext": {"pipeline": {"partition": "recompute_aware"}}}')
-    with pytest.raises(ConfigError, match="recompute_aware.*--tensor-parallel"):
-        check.check(
-            arguments.parse(["--check", "--tensor-parallel", "2", "--world-size", "4", "--config", str(config)])
-        )
+@pytest.mark.parametrize("partition", ["recompute_aware", "auto"])
+def test_layers_are_not_measured_on_one_rank_alone(tmp_path, partition):
+    with pytest.raises(ConfigError, match=f"{partition}.*--tensor-parallel"):
+        _problems(tmp_path, {"pipeline": {"partition": partition}})
 
 
 def _problems(tmp_path, block, **batch):
@@ -281,6 +317,9 @@ def refused(rank, world_size):
         with pytest.raises(ConfigError) as caught:
             _engine(1, shared_by, recompute="full" if shared_by == 2 else "none", parts=2)
         texts.append(str(caught.value))
+    with pytest.raises(ConfigError) as caught:
+        _engine(1, partition="auto")
+    texts.append(str(caught.value))
     block = {"tensor_parallel": {"sub_pipeline": 2}}
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError) as caught:
@@ -293,4 +332,5 @@ def test_parts_of_what_is_not_shared_are_refused_on_all_ranks_alike():
     assert first == second
     assert "no rank shares one" in first[0]
     assert "policy is 'full'" in first[1]
-    assert "ext.tensor_parallel: needs a pipeline model, found Linear" in first[2]
+    assert "ext.pipeline.partition: 'auto' measures the layers on one rank" in first[2]
+    assert "ext.tensor_parallel: needs a pipeline model, found Linear" in first[3]

@@ -359,7 +359,15 @@ class PlanPipelineEngine(PipelineEngine):
 
         is_split = (stage, microbatch) in self.plan.split_backwards
         around = self._weight_grads.interception if is_split else contextlib.nullcontext
-        regions, layers = units.start(self.module.forward_funcs, around=around, recomputing=recomputing)
+        coming = self.plan.next_backwards.get((stage, microbatch))
+        if ((stage, coming) in self.plan.split_backwards) != is_split:
+            coming = None  # what surrounds this forward would surround the recompute of another kind of forward
+        regions, layers = units.start(
+            self.module.forward_funcs,
+            around=around,
+            recomputing=recomputing,
+            next_backward=None if coming is None else self.pipe_buffers["regions"][coming],
+        )
         self.pipe_buffers["regions"][microbatch] = regions
         with layers_replaced(self.module, layers):
             yield

@@ -146,6 +146,12 @@ def _bounds(module: PlacedPipelineModule, config: ExtConfig, ds_config: dict[str
         if len(partition.layers) != num_stages:
             raise ConfigError(f"{len(partition.layers)} numbers given, the pipeline has {num_stages} stages.")
         return listed_bounds(partition.layers, names)
+    shared_by = module._grid.get_slice_parallel_world_size()
+    if shared_by > 1:
+        raise ConfigError(
+            f"'{partition.type}' measures the layers on one rank, which cannot run layers that {shared_by} "
+            "tensor-parallel ranks share. Place them with 'module', 'uniform' or a list."
+        )
     if sample_batch is None:
         raise ConfigError(
             f"'{partition.type}' measures the layers before it places them, on a micro-batch that was not given. "
