@@ -388,8 +388,25 @@ class TestMachine:
         monkeypatch.setattr(doctor_machine, "_available_memory", lambda: 1.0)
         usage = shutil.disk_usage("/")._replace(total=64 * 2**20, free=64 * 2**20)
         monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda path: usage)
-        host, shared = doctor_machine.memory()
+        host, shared, *_ = doctor_machine.memory()
         assert host == Finding("warning", "1.0 GiB of host memory available", "end other programs or use fewer ranks")
         assert shared.level == "warning"
         assert shared.what == "/dev/shm has 0.06 of 0.06 GiB free"
         assert "--shm-size" in shared.fix
+
+    def test_buffers_that_no_process_uses(self, tmp_path):
+        for rank in range(2):
+            (tmp_path / f"deepspeed_allreduce_buffer_0_127.0.0.1_29500_{rank}").write_bytes(bytes(2**20))
+        (tmp_path / "other").write_bytes(b"1")
+        process = tmp_path / "proc" / "12"
+        process.mkdir(parents=True)
+        look = doctor_machine._left_buffers
+        (process / "maps").write_text(
+            "7f00-7f10 rw-s 0 00:1 5 /dev/shm/deepspeed_allreduce_buffer_0_127.0.0.1_29500_1\n"
+        )
+        (found,) = look(tmp_path, tmp_path / "proc")
+        assert found.what == f"1 buffers of ended DeepSpeed runs hold 0.00 GiB of memory in {tmp_path}"
+        assert found.fix == f"when no job runs here: rm {tmp_path}/deepspeed_allreduce_buffer_*"
+        (process / "maps").write_text("")
+        assert "2 buffers" in next(look(tmp_path, tmp_path / "proc")).what
+        assert not list(look(tmp_path / "proc"))
