@@ -85,6 +85,7 @@ def _plan_json(decision: Decision) -> dict[str, Any]:
         "search": None if decision.chosen is None else decision.chosen.to_json(),
         "recompute_policy": decision.policy,
         "recomputed_layers": plan.recomputed_layers,
+        "recompute_tables": None if decision.tables is None else decision.tables.to_json(),
         "orders": plan.to_json(),
     }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ext.cost.profile import LayerProfile
 from ext.pipeline.build import build_plan, plan_of_orders
@@ -57,6 +58,26 @@ class PipelineTables:
     early: tuple[float, ...]
     step_time: float
     reserves: tuple[int, ...]
+
+    @property
+    def fell_back(self) -> list[int]:
+        """Stages for which a search ran out of time and a greedy table stands in."""
+        return [s for s, tables in enumerate(self.stages) if any(part.solution.fell_back for part in tables.parts)]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """By stage: tables by layer, and how good they are."""
+        return [
+            {
+                "layers": [table.to_json() for table in tables.tables],
+                "exposed_s": tables.exposed,
+                "bound_s": sum(part.solution.bound for part in tables.parts),
+                "search_s": sum(part.solution.seconds for part in tables.parts),
+                "methods": [part.solution.method for part in tables.parts],
+                "fell_back": stage in self.fell_back,
+                "saved_bytes": tables.saved_bytes,
+            }
+            for stage, tables in enumerate(self.stages)
+        ]
 
 
 def choose_tables(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from ext.core.errors import ConfigError
+from ext.cost.profile import LOSS, LayerProfile
+from ext.recompute.stage_tables import kinds_of
 from ext.recompute.units import AllReduces, LayerCosts, UnitCosts
 
-FORMAT = 1
+FORMAT = 2
+UNIT_PROFILE = "ext_unit_profile.json"
+"""Where a run writes what it measured, for a later one to name as its policy's `profile`."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,63 @@ class UnitProfile:
     Attributes:
         layers: costs by kind of layer.
         slowdown: time of a recompute under a collective over its time alone.
-        about: where it holds: device, versions, shapes.
+        about: where it holds: device, versions.
+        order: kind of each layer of the model, in model order; empty for one that is never recomputed.
     """
 
     layers: Mapping[str, LayerCosts]
     slowdown: float = 1.0
     about: Mapping[str, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[Sequence[LayerProfile]], units: Sequence[Sequence[LayerCosts | None]], **about: str
+    ) -> UnitProfile:
+        """The profile of a pipeline's layers; those of one class and structure become one kind, the fastest of them.
+
+        Args:
+            layers: of each stage, as profiled whole.
+            units: of each stage, costs of the same layers' units.
+            about: see `UnitProfile`.
+        """
+        flat = [costs for stage in units for costs in stage]
+        names = [layer.name for stage, own in zip(layers, units, strict=True) for layer in stage[: len(own)]]
+        order, kinds = [""] * len(flat), {}
+        for positions, costs in kinds_of(flat):
+            name = names[positions[0]]
+            kind = next(k for n in count(1) if (k := name if n == 1 else f"{name}-{n}") not in kinds)
+            kinds[kind] = costs
+            for position in positions:
+                order[position] = kind
+        return cls(kinds, about=about, order=tuple(order))
+
+    def units(self, layers: Sequence[Sequence[LayerProfile]]) -> list[tuple[LayerCosts | None, ...]]:
+        """The costs of a pipeline's layers, by stage.
+
+        Args:
+            layers: of each stage, as profiled whole in this run; a loss behind them is left out.
+
+        Raises:
+            ConfigError: the profile is of other layers or shapes.
+        """
+        stages = [[layer for layer in stage if layer.name != LOSS] for stage in layers]
+        flat = [layer for stage in stages for layer in stage]
+        names = ["" if not layer.recomputable else layer.name for layer in flat]
+        found = [kind.partition("-")[0] for kind in self.order]
+        problems = []
+        if found != names:
+            problems.append(f"it is of the layers {', '.join(found)}; this run has {', '.join(names)}")
+        else:
+            problems += [
+                f"layer {number} took {self.layers[kind].input_bytes} bytes, in this run {layer.bytes_of(layer.inputs)}"
+                for number, (kind, layer) in enumerate(zip(self.order, flat, strict=True))
+                if kind and self.layers[kind].input_bytes != layer.bytes_of(layer.inputs)
+            ]
+        if problems:
+            raise ConfigError(f"the unit profile does not fit: {'; '.join(problems)}. Remove it to measure again.")
+        costs = iter([self.layers.get(kind) for kind in self.order])
+        return [tuple(next(costs) for _ in stage) for stage in stages]
 
     def save(self, path: Path) -> None:
         """Writes the profile; an existing file is replaced at once, never half-written."""
@@ -34,6 +90,7 @@ class UnitProfile:
             "format": FORMAT,
             "about": dict(self.about),
             "slowdown": self.slowdown,
+            "order": self.order,
             "layers": {kind: asdict(costs) for kind, costs in self.layers.items()},
         }
         part = path.with_name(path.name + ".part")
@@ -60,7 +117,10 @@ def load_profile(path: Path, about: Mapping[str, str] | None = None) -> UnitProf
         raise ConfigError(f"{path} has format {found}, this release reads {FORMAT}. Remove it to measure again.")
     try:
         layers = {kind: _layer(costs) for kind, costs in content["layers"].items()}
-        profile = UnitProfile(layers, float(content["slowdown"]), dict(content["about"]))
+        order = tuple(map(str, content["order"]))
+        profile = UnitProfile(layers, float(content["slowdown"]), dict(content["about"]), order)
+        if unknown := sorted({*order} - {*layers, ""}):
+            raise ValueError(f"kinds {unknown} have no costs")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged: {error}. Remove it, and the next run measures again.") from error
     wrong = [

@@ -81,9 +81,13 @@ class MicrobatchRegions:
 
         Each layer's inputs are freed as soon as the backward is through it.
         """
-        self._triggers.clear()  # A trigger holds on to its layer's inputs.
+        self.forget_triggers()
         with self._group:
             yield
+
+    def forget_triggers(self) -> None:
+        """Nothing will be re-run early any more. A trigger holds on to its layer's inputs."""
+        self._triggers.clear()
 
 
 class DroppedLayer:

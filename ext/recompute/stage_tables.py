@@ -148,7 +148,7 @@ def solve_stage(stage: StageLayers, solve: Solve) -> StageTables:
     Raises:
         InfeasibleBudget: no tables fit; says the least that the stage can do with.
     """
-    kinds = [_Kind(positions, costs) for positions, costs in _kinds(stage.layers)]
+    kinds = [_Kind(positions, costs) for positions, costs in kinds_of(stage.layers)]
     total = sum(kind.weight for kind in kinds)
     problems = [
         StageProblem(
@@ -200,7 +200,7 @@ class _Kind:
         return len(self.positions) * sum(unit.time for unit in self.costs.units) or 1e-12
 
 
-def _kinds(layers: Iterable[LayerCosts | None]) -> list[tuple[tuple[int, ...], LayerCosts]]:
+def kinds_of(layers: Iterable[LayerCosts | None]) -> list[tuple[tuple[int, ...], LayerCosts]]:
     """Layers of one structure, with the least time that any of them took for each unit."""
     found: dict[object, list[tuple[int, LayerCosts]]] = {}
     for position, costs in enumerate(layers):

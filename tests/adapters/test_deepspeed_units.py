@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import random
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed
@@ -11,6 +14,9 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 import ext
+from ext.core.errors import ConfigError
+from ext.recompute.stage_aware import BudgetError
+from ext.recompute.table import OPAQUE, UnitTable
 from ext.testing.ranks import run_ranks
 from ext.testing.tiny_gpt import HEADS, HIDDEN, TinyBlock, TinyEmbedding, TinyHead, tied_logits, token_batch, token_loss
 from ext.testing.unit_layer import UnitLayer
@@ -18,8 +24,10 @@ from ext.testing.unit_layer import UnitLayer
 pytestmark = pytest.mark.dist
 
 GAS = 4
+OPT = {"type": "lynx_opt", "time_limit_s": 0.5}
+UNITS = tuple(unit.name for unit in UnitLayer(HIDDEN, HEADS).units().units)
+DECISIONS = ("keep", "P", "C", "F1", "B2", "unused", "no window")
 SCHEDULES = ("1f1b", "gpipe", "early_recompute", "last_no_recompute", "shifted_critical_path", "zb_h1")
-KIB_IN_GIB = 2**-20
 KEEP_LAST = ("last_no_recompute", "shifted_critical_path", "zb_h1")
 """Schedules whose last stage must or had better keep everything."""
 
@@ -59,7 +67,7 @@ def _layers(case: Case) -> list[Any]:
     return [LayerSpec(TinyEmbedding, 7), *blocks, LayerSpec(TinyHead, 8)]
 
 
-def _engine(case: Case, num_stages: int, recompute: dict[str, Any]) -> Any:
+def _engine(case: Case, num_stages: int, recompute: dict[str, Any], **arguments: Any) -> Any:
     module = PipelineModule(layers=_layers(case), num_stages=num_stages, loss_fn=token_loss, partition_method="uniform")
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -71,7 +79,8 @@ def _engine(case: Case, num_stages: int, recompute: dict[str, Any]) -> Any:
         "steps_per_print": 10**9,
         "ext": {"pipeline": {"schedule": case.schedule}, "recompute": recompute},
     }
-    return ext.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+    parameters = list(module.parameters())
+    return ext.initialize(model=module, model_parameters=parameters, config=config, **arguments)[0]
 
 
 def _train(engine: Any, case: Case, steps: int = 2) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -151,17 +160,109 @@ def _check(by_rank: list[list[dict[str, Any]]]) -> None:
             assert tables.num_units > 0 or (stage == 1 and (case.opaque or case.schedule in KEEP_LAST)), (case, stage)
 
 
-def test_two_stages():
+def test_two_stages_under_every_schedule():
     cases = [
         Case(),
-        Case(policy="lynx_opt"),
-        *(Case(schedule=name, gas=5) for name in SCHEDULES[1:-1]),
+        *(Case(schedule=name, gas=5, policy=OPT) for name in SCHEDULES[1:-1]),
         Case(schedule="zb_h1", gas=5, squeeze=(0.0, 0.2)),
         Case(tied=True, flash=True, squeeze=(0.05, 0.35)),
-        Case(opaque=True, squeeze=(0.0, 0.35)),
-        Case(bf16=True),
-        Case(overlap=False),
+        Case(opaque=True, bf16=True, overlap=False, squeeze=(0.0, 0.35)),
     ]
     by_rank = run_ranks(_against_keeping_everything, 2, cases, timeout=150)
     _check(by_rank)
-    assert "0R" in by_rank[0][0]["tables"].plan.to_text()
+    early = {result["case"].overlap: bool(result["tables"].plan.early_recomputes) for result in by_rank[0]}
+    assert early[False] is False
+
+
+@pytest.mark.slow
+def test_three_stages_in_both_precisions():
+    common = [Case(bf16=bf16, policy=policy, num_blocks=6) for bf16 in (False, True) for policy in ("lynx_heu", OPT)]
+    cases = [replace(case, schedule=name) for name in SCHEDULES[:-1] for case in common]
+    cases += [replace(case, schedule="zb_h1", squeeze=(0.0, 0.15)) for case in common]
+    cases += [Case(num_blocks=7, tied=True, gas=7), Case(num_blocks=7, opaque=True, gas=3, squeeze=(0.0, 0.3))]
+    _check(run_ranks(_against_keeping_everything, 3, cases, timeout=400))
+
+
+# -- plans that are wrong, stale or impossible ---------------------------------------------------------------
+
+
+def _with_wrong_tables(rank: int, world_size: int) -> int:
+    """Steps under tables drawn by lot, with windows and units that do not exist, and with reserves of any size."""
+    deepspeed.init_distributed("gloo")
+    early = 0
+    for schedule in ("1f1b", "early_recompute", "zb_h1"):
+        case = Case(schedule=schedule, squeeze=(0.0, 0.2))
+        plain = _engine(case, world_size, {"policy": "none", "memory_budget_gib": 1.0})
+        losses, gradients = _train(plain, case)
+        recompute = {"policy": "lynx_heu", "memory_budget_gib": _squeezed(ext.memory_report(plain), case)}
+        for seed in range(3):
+            engine = _engine(case, world_size, recompute, sample_batch=token_batch(0))
+            engine.memory._was_counted = True  # these tables need not keep the budget
+            draw, units = random.Random(seed), engine._units
+            tables = [
+                UnitTable.of({name: draw.choice(DECISIONS) for name in ("stranger", OPAQUE, *UNITS)})
+                for _ in units.tables.tables
+            ]
+            units.tables = replace(units.tables, tables=tuple(tables))
+            units.reserve.limit = draw.choice((0, 30_000, None))
+            mine = _train(engine, case)
+            assert mine[0] == losses, (schedule, seed)
+            assert all(torch.equal(mine[1][name], gradient) for name, gradient in gradients.items()), (schedule, seed)
+            assert units.report.repeated == 0
+            assert units.reserve.live == 0
+            early += units.report.windows["P"].units if "P" in units.report.windows else 0
+    return early
+
+
+def test_wrong_tables_change_no_gradient():
+    early = run_ranks(_with_wrong_tables, 2, timeout=150)
+    assert max(early) > 0
+
+
+def _impossible(rank: int, world_size: int) -> tuple[str, list[Any]]:
+    deepspeed.init_distributed("gloo")
+    case = Case(policy="lynx_opt")
+    with pytest.raises(BudgetError) as refused:
+        _engine(case, world_size, {"policy": "lynx_opt", "memory_budget_gib": 0.1e-3}, sample_batch=token_batch(0))
+    text = str(refused.value)
+    smallest = [float(size) * 1024 for size in re.findall(r"([0-9.]+) KiB[,.]", text.rpartition("by stage:")[2])]
+    # Enough is enough, but for the rounding of the message.
+    budgets = [(size + 1) / 2**30 for size in smallest]
+    engine = _engine(case, world_size, {"policy": "lynx_opt", "memory_budget_gib": budgets})
+    engine.train_batch(iter([token_batch(i) for i in range(case.gas)]))
+    below = [size * 0.995 / 2**30 for size in smallest]
+    with pytest.raises(BudgetError):
+        _engine(case, world_size, {"policy": "lynx_opt", "memory_budget_gib": below}, sample_batch=token_batch(0))
+    return text, ext.memory_report(engine)
+
+
+def test_an_impossible_budget_names_the_smallest_on_all_ranks():
+    (first, rows), (second, _) = run_ranks(_impossible, 2, timeout=100)
+    assert first == second
+    assert first.startswith("ext.recompute.memory_budget_gib: stage 0 needs at least ")
+    assert all(row.measured <= row.budget for row in rows)
+
+
+def _reused(rank: int, world_size: int, folder: str) -> list[str]:
+    deepspeed.init_distributed("gloo")
+    os.environ["EXT_RUN_DIR"] = folder
+    case, path = Case(opaque=True), os.path.join(folder, "ext_unit_profile.json")
+    recompute = {"policy": "lynx_heu", "memory_budget_gib": 0.8e-3}
+    first = _engine(case, world_size, recompute, sample_batch=token_batch(0))
+    again = {**recompute, "policy": {"type": "lynx_heu", "profile": path}}
+    second = _engine(case, world_size, again, sample_batch=token_batch(0))
+    assert second.memory.units == first.memory.units
+    assert any(costs is not None for stage in second.memory.units for costs in stage)
+    refused = []
+    for other in (replace(case, opaque=False), case):
+        with pytest.raises(ConfigError) as error:
+            _engine(other, world_size, again, sample_batch=token_batch(0, seq=8))
+        refused.append(str(error.value))
+    return refused
+
+
+def test_a_profile_serves_a_later_run_and_no_other_model(tmp_path):
+    first, second = run_ranks(_reused, 2, str(tmp_path), timeout=100)
+    assert first == second
+    assert first[0].startswith("ext.recompute.policy.profile: the unit profile does not fit: it is of the layers Tiny")
+    assert "took 4096 bytes, in this run 2048" in first[1]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from ext.core.errors import ConfigError
+from ext.cost.profile import LOSS, LayerProfile
 from ext.recompute.heu import solve_heu
 from ext.recompute.problem import StageProblem
 from ext.recompute.profile import fit_all_reduce, profile_layer, window_slowdown
@@ -155,8 +156,34 @@ def test_a_profile_survives_a_file(tmp_path):
         load_profile(path, {"device": "cuda"})
 
 
+def _whole(name, input_bytes, recomputable=True):
+    return LayerProfile(name, 1.0, 1.0, 1.0, 1.0, (input_bytes,), (0,), (0,), (0,), recomputable=recomputable)
+
+
+def test_a_profile_of_a_pipeline_gives_every_layer_its_costs_back(tmp_path):
+    small, large = (profile_layer(layer, batch(), repeats=1) for layer in (block(), block(flash=True)))
+    size = small.input_bytes
+    layers = [
+        (_whole("Words", 8, recomputable=False), _whole("Block", size)),
+        (_whole("Block", size), _whole("Block", size), _whole(LOSS, 4, recomputable=False)),
+    ]
+    slower = replace(small, units=tuple(replace(unit, time=unit.time + 1) for unit in small.units))
+    units = [(None, slower), (large, small)]
+    profile = UnitProfile.of(layers, units, device="cpu")
+    assert profile.order == ("", "Block", "Block-2", "Block")
+    profile.save(tmp_path / "units.json")
+    read = load_profile(tmp_path / "units.json", {"device": "cpu"})
+    assert read == profile
+    # The fastest of a kind is what all of them can do.
+    assert read.units(layers) == [(None, small), (large, small)]
+    with pytest.raises(ConfigError, match="layer 3 took .* bytes, in this run 9999. Remove it"):
+        read.units([layers[0], (*layers[1][:1], _whole("Block", 9999))])
+    with pytest.raises(ConfigError, match="this run has , Block"):
+        read.units(layers[:1])
+
+
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "layers": {"a": {"units": [{"x": 1}]}}}']
+    "content", ["", "[]", '{"format": 1}', '{"format": 2}', '{"format": 2, "layers": {"a": {"units": [{"x": 1}]}}}']
 )
 def test_a_file_that_is_no_profile_is_refused(tmp_path, content):
     path = tmp_path / "units.json"

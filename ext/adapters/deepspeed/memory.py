@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ext.adapters.deepspeed.profiling import profile_stages
 from ext.adapters.deepspeed.states import optimizer_tensors, predicted_states, state_tensors
 from ext.config import budget
 from ext.config.decide import budgets_in_bytes, decides_about_units, needs_profile
+from ext.config.unit_costs import known_units, measures_units
 from ext.core.errors import OutOfMemoryError
 from ext.pipeline.memory_table import StageMemory, amount, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
@@ -112,10 +114,14 @@ class MemoryWatch:
         replayed = ReplayedIterator(microbatches)
         kept, engine.data_iterator = engine.data_iterator, replayed
         try:
-            measured = profile_stages(engine, with_units=decides_about_units(engine.ext_config))
+            measured = profile_stages(engine, with_units=measures_units(engine.ext_config))
         finally:
             engine.data_iterator = kept
-        layers, self.units = measured.layers, measured.units
+        layers = measured.layers
+        if decides_about_units(engine.ext_config):
+            about = {"device": self._device.device_name(), "torch": str(torch.__version__)}
+            known = partial(known_units, engine.ext_config, layers, measured.units, about)
+            self.units = engine.guard.from_rank_0(known)
         last = len(layers) - 1
         self.profile = PipelineProfile(
             tuple(Stage(stage, is_last=index == last) for index, stage in enumerate(layers)),
