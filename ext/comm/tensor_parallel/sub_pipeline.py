@@ -86,7 +86,8 @@ def _passed(x: Any) -> Any:
 def run_sub_pipelined(layers: Sequence[HasSegments], x: Tensor, num_parts: int = 2) -> Tensor:
     """All layers, one after another. Collective over their group, forward and backward.
 
-    Costs one tensor of the size of ``x`` per segment more than the plain layers, from forward to backward.
+    Costs one tensor of the size of ``x`` per segment more than the plain layers, from forward to backward. It runs the
+    layers' segments, not the layers: hooks of their forward are not called.
 
     Args:
         layers: neighbours of one stage, shared by the same ranks.
