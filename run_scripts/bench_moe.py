@@ -1,10 +1,11 @@
-"""MoE dispatch: linear against hierarchical against `auto` over message sizes, and rows sent between nodes.
+"""MoE dispatch: linear against hierarchical against `auto` over message sizes, and bytes sent between nodes.
 
 Times are of one dispatch and combine with a capacity and idle experts, 4 nodes of 4 ranks over gloo. The nodes are
 network namespaces behind a relay that takes a fixed time for every packet (root needed), then the same ranks on the
 plain network of this machine. A time is taken from a start that all ranks share to the end of the slowest rank, on the
 plain network over several calls in a row; algorithms take turns; times are medians, ratios medians over turns of two
-times in the same turn. Rows between nodes are counted, not timed.
+times in the same turn. Bytes between nodes are counted, not timed: rows of 1024 bf16 values, and with one copy per node
+the experts and weights that travel beside each.
 
 The default run takes about three minutes on two idle cores.
 """
@@ -41,6 +42,8 @@ from ext.testing.ranks import run_ranks
 NODES, RANKS_PER_NODE = 4, 4
 HIDDEN = 64
 CAPACITIES = (1, 4, 16, 64, 256)
+ROW_BYTES = 1024 * 2
+BYTES_PER_CHOICE = 4 + 4
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,8 @@ def _seconds(dispatcher: Dispatcher, capacity: int, network: Network) -> float:
     return (time.monotonic() - begin) / network.calls
 
 
-def count_rows(rank: int, world_size: int, ranks_per_node: int, k: int, zipf: float) -> tuple[int, int]:
-    """Rows sent to other nodes with one copy per node, and without; for two experts per rank."""
+def count_bytes(rank: int, world_size: int, ranks_per_node: int, k: int, zipf: float) -> tuple[int, int]:
+    """Bytes sent to other nodes there and back with one copy per node, and without; for two experts per rank."""
     (group,) = rank_groups([dist.group.WORLD], ranks_per_node)
     num_experts = 2 * world_size
     dispatcher = DISPATCHERS.get("hierarchical")().build(group, num_experts)
@@ -124,7 +127,8 @@ def count_rows(rank: int, world_size: int, ranks_per_node: int, k: int, zipf: fl
     ids = torch.multinomial(popularity.expand(2048, -1), k, generator=generator)
     _, _, state = dispatcher.dispatch(torch.ones(2048, 8), ids, torch.full(ids.shape, 1 / k))
     naive = int((ids // (2 * ranks_per_node) != rank // ranks_per_node).sum())
-    return state.inner.rows_between_nodes, naive
+    both_ways = 2 * ROW_BYTES
+    return state.inner.rows_between_nodes * (both_ways + BYTES_PER_CHOICE * k), naive * both_ways
 
 
 def timings(network: Network) -> Iterator[Row]:
@@ -137,13 +141,13 @@ def timings(network: Network) -> Iterator[Row]:
         yield _compared(f"auto dispatch, {where}", row["auto"], row[best], f"the better of both, {best}")
 
 
-def rows_between_nodes() -> Iterator[Row]:
+def bytes_between_nodes() -> Iterator[Row]:
     """One copy of a token per node against one per expert."""
     for ranks_per_node, k, zipf in ((2, 4, 0.0), (4, 4, 0.0), (4, 8, 0.0), (4, 4, 1.0)):
-        counted = run_ranks(count_rows, 2 * ranks_per_node, ranks_per_node, k, zipf)
-        sent, naive = (sum(column) for column in zip(*counted, strict=True))
-        name = f"rows between 2 nodes of {ranks_per_node}, k = {k}, zipf {zipf:g}"
-        yield _row(name, sent, naive, "rows", "one per expert")
+        counted = run_ranks(count_bytes, 2 * ranks_per_node, ranks_per_node, k, zipf)
+        sent, naive = (sum(column) / 2**20 for column in zip(*counted, strict=True))
+        name = f"bytes between 2 nodes of {ranks_per_node}, k = {k}, zipf {zipf:g}"
+        yield _row(name, sent, naive, "MiB", "one copy per expert")
 
 
 def _compared(name: str, ours: list[float], other: list[float], against: str) -> Row:
@@ -183,7 +187,7 @@ def main(
 
 
 def _all(folder: Path, packet_us: float, emulated: bool, plain: bool) -> Iterator[Row]:
-    yield from rows_between_nodes()
+    yield from bytes_between_nodes()
     size = f"{NODES}x{RANKS_PER_NODE} ranks"
     for is_wanted, is_emulated in ((emulated, True), (plain, False)):
         if not is_wanted:
