@@ -7,8 +7,9 @@ of all tensors that live after the forward, inputs and weights left out. Times a
 that other jobs on the machine disturb them least; with several threads they are those of the clock. Modes take turns,
 and a ratio is the median over turns of mode and reference in the same turn.
 
-With ``--tensor-parallel 2`` two ranks share the layers over a link, and recomputation runs under their all-reduces; see
-`tensor_parallel_bench.run`. That takes about four minutes on two idle cores.
+With ``--pipeline-parallel 2`` such layers make two stages of a real pipeline; see `recompute_bench.pipeline`. That
+takes about two minutes on two idle cores. With ``--tensor-parallel 2`` two ranks share the layers over a link, and
+recomputation runs under their all-reduces; see `tensor_parallel_bench.run`. That takes about four minutes.
 
 The default run takes under a minute on an idle core.
 """
@@ -20,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,12 +42,13 @@ from ext.recompute.unit_engine import MicrobatchUnits
 from ext.recompute.unit_run import Surroundings
 from ext.runtime.live_bytes import LiveBytes
 from ext.testing.unit_layer import UnitLayer
+from recompute_bench import pipeline as pipeline_bench
+from recompute_bench.stock import STOCK
 from tensor_parallel_bench import run as tensor_parallel_bench
 
 PLANNED_IN_FLIGHT = 8
 SAVED_SHARE = 0.65
 """Share of the bytes that the headline rows save at least."""
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 Layers = Sequence[UnitLayer]
 Forward = Callable[[Layers, Tensor], Tensor]
@@ -57,24 +57,6 @@ Forward = Callable[[Layers, Tensor], Tensor]
 def plain(layers: Layers, x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
-    return x
-
-
-def full(layers: Layers, x: Tensor, *, reentrant: bool) -> Tensor:
-    for layer in layers:
-        x = checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[assignment]
-    return x
-
-
-def selective(layers: Layers, x: Tensor) -> Tensor:
-    """Torch's selective checkpointing in its usual setting: products are kept, everything else is recomputed."""
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    for layer in layers:
-        x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)  # type: ignore[assignment]
     return x
 
 
@@ -120,6 +102,8 @@ def main(
     repeats: int = 4,
     budgets: str = "0.5,0.42,0.343",
     threads: int = 1,
+    pipeline_parallel: int = typer.Option(1, help="2: two pipeline ranks with --num-layers each."),
+    micro_batches: int = typer.Option(6, help="With --pipeline-parallel 2: micro-batches of a step."),
     tensor_parallel: int = typer.Option(1, help="2: two ranks share each layer, over a link of several rates."),
     ratios: str = typer.Option("0.3,1,2", help="With --tensor-parallel 2: one all-reduce over a layer's forward."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object per line."),
@@ -131,6 +115,13 @@ def main(
     if tensor_parallel != 1:
         tensor_parallel_bench.main(tensor_parallel, ratios, as_json=as_json)
         return
+    if pipeline_parallel not in (1, pipeline_bench.NUM_RANKS):
+        raise typer.BadParameter(f"--pipeline-parallel: {pipeline_parallel}; allowed: 1 or {pipeline_bench.NUM_RANKS}.")
+    if pipeline_parallel != 1:
+        saved = tuple(round(1 - float(share), 4) for share in budgets.split(","))
+        setting = pipeline_bench.Setting(hidden, heads, seq, micro_batch, num_layers, micro_batches, repeats, saved)
+        pipeline_bench.main(setting, as_json=as_json)
+        return
     torch.set_num_threads(threads)
     layers = [UnitLayer(hidden, heads, dropout=0.1, seed=i) for i in range(num_layers)]
     x = torch.randn(micro_batch, seq, hidden).requires_grad_()
@@ -138,9 +129,7 @@ def main(
     total = costs.activation_bytes * num_layers * PLANNED_IN_FLIGHT
     modes = [
         Mode("none", plain),
-        Mode("full_reentrant", partial(full, reentrant=True)),
-        Mode("full", partial(full, reentrant=False)),
-        Mode("selective", selective),
+        *(Mode(name, forward) for name, forward in STOCK.items()),
         Mode("units_keep_all", tables=[keep_all([])] * num_layers),
     ]
     problems = {}

@@ -1,0 +1,172 @@
+"""Tables for whole pipelines: budgets kept for every schedule, R only where waits are used, several kinds of layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ext.cost.profile import LayerProfile
+from ext.cost.states import StateBytes
+from ext.pipeline.memory_table import predict
+from ext.pipeline.plan import PipelineShape
+from ext.pipeline.schedule import SCHEDULES
+from ext.pipeline.stage_model import PipelineProfile, Stage
+from ext.recompute.heu import solve_heu
+from ext.recompute.opt import solve_opt
+from ext.recompute.pipeline_tables import choose_tables
+from ext.recompute.problem import InfeasibleBudget
+from ext.recompute.stage_aware import BudgetError
+from ext.recompute.stage_tables import StageLayers, solve_stage
+from ext.recompute.table import KEEP
+from ext.recompute.units import LayerCosts, UnitCosts
+from ext.recompute.windows import wait_window
+
+SCHEDULE_NAMES = ("1f1b", "gpipe", "early_recompute", "last_no_recompute", "shifted_critical_path", "zb_h1")
+SIZE = 1000
+
+
+def layer(scale=1):
+    """Five units, of which the second is only read by the third, and the first keeps more than its backward needs."""
+    return LayerCosts(
+        (
+            UnitCosts("a", (), 300 * scale, 1.0, only_read=100 * scale),
+            UnitCosts("b", ("a",), 500 * scale, 2.0, needed=False),
+            UnitCosts("c", ("b",), 400 * scale, 3.0),
+            UnitCosts("d", ("c",), 800 * scale, 1.0, half="mlp"),
+            UnitCosts("e", ("d",), 100 * scale, 1.0, half="mlp", keep=True),
+        ),
+        100 * scale,
+        8.0,
+        16.0,
+    )
+
+
+def whole(costs):
+    """The same layer as one profile: inputs saved, and all that its units hold."""
+    held = sum(unit.held for unit in costs.units)
+    return LayerProfile("Block", 8.0, 8.0, 8.0, 8.0, (costs.input_bytes, held, costs.input_bytes), (0,), (2,), (0, 1))
+
+
+def pipeline(num_stages, num_layers=3):
+    stages = [[layer()] * num_layers for _ in range(num_stages)]
+    profile = PipelineProfile(
+        tuple(Stage([whole(c) for c in stage], is_last=s == num_stages - 1) for s, stage in enumerate(stages)),
+        StateBytes(parameter=0, gradient=0, optimizer=0),
+    )
+    return profile, stages
+
+
+def chosen(name, num_stages, share, solve=solve_heu, microbatches=8, **options):
+    """Tables within a share of what keeping everything holds."""
+    profile, units = pipeline(num_stages)
+    schedule = SCHEDULES.get(name)(shape=PipelineShape(num_stages, microbatches))
+    layers = [3] * num_stages
+    enough = choose_tables(schedule, profile, units, [10**9] * num_stages, solve, layers_per_stage=layers)
+    assert not any(tables.num_units for tables in enough.stages)
+    rows = predict(enough.plan, profile, None, enough.costs)
+    budgets = [round(row.total - (1 - share[row.stage]) * row.activations) for row in rows]
+    found = choose_tables(schedule, profile, units, budgets, solve, layers_per_stage=layers, **options)
+    return found, predict(found.plan, profile, budgets, found.costs), budgets
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_budgets_are_kept_and_waits_used(name, num_stages):
+    tight = 0.85 if name == "zb_h1" else 0.6
+    share = [tight] * (num_stages - 2) + [tight if num_stages == 2 else 0.9, 1.0]
+    found, rows, budgets = chosen(name, num_stages, share)
+    assert found.stages[0].num_units > 0
+    assert found.stages[-1].num_units == 0
+    for stage, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+        tables = found.stages[stage]
+        assert row.total <= budget
+        waiting = any(tables.recomputed("P"))
+        early = {m for s, m in found.plan.early_recomputes if s == stage}
+        assert bool(early) == waiting
+        assert found.early[stage] == len(early) / 8
+        assert found.plan.recomputed_layers[stage] == tables.num_recomputing
+        assert found.reserves[stage] >= sum(unit.bytes for units in tables.recomputed("P") for unit in units)
+
+
+def test_without_overlap_everything_runs_on_demand_and_takes_longer():
+    overlapped, _, _ = chosen("gpipe", 2, [0.6, 1.0])
+    alone, _, _ = chosen("gpipe", 2, [0.6, 1.0], overlap=False)
+    assert not alone.plan.early_recomputes
+    assert not any(alone.stages[0].recomputed("P"))
+    assert alone.step_time >= overlapped.step_time
+
+
+def test_opt_is_no_worse_than_heu():
+    for share in (0.5, 0.6, 0.8):
+        heu, _, _ = chosen("1f1b", 4, [share, share, 0.95, 1.0])
+        opt, _, _ = chosen("1f1b", 4, [share, share, 0.95, 1.0], solve=lambda p: solve_opt(p, time_limit=0.5))
+        assert sum(t.exposed for t in opt.stages) <= sum(t.exposed for t in heu.stages) + 1e-9
+
+
+def test_the_smallest_budget_is_named_and_is_the_smallest():
+    profile, units = pipeline(3)
+    schedule = SCHEDULES.get("1f1b")(shape=PipelineShape(3, 6))
+
+    def choose(budgets):
+        return choose_tables(schedule, profile, units, budgets, solve_heu, layers_per_stage=[3] * 3, show=str)
+
+    with pytest.raises(BudgetError) as refused:
+        choose([10] * 3)
+    assert "stage 0 needs at least" in str(refused.value)
+    named = str(refused.value).partition("by stage: ")[2].partition(". ")[0]
+    smallest = [int(number) for number in named.split(", ")]
+    choose(smallest)
+    for stage in range(3):
+        with pytest.raises(BudgetError, match=f"stage {stage} needs at least {smallest[stage]}"):
+            choose([size - (s == stage) for s, size in enumerate(smallest)])
+
+
+# -- one stage -----------------------------------------------------------------------------------------------
+
+
+def test_kinds_share_a_budget_and_a_window():
+    large, small = layer(10), layer(1)
+    windows = (wait_window(6.0, 0.0),)
+    most = 4 * (2 * large.activation_bytes + small.activation_bytes)
+    stage = StageLayers((large, None, small, large), 4, int(0.7 * most), windows)
+    found = solve_stage(stage, solve_heu)
+    assert found.bytes <= stage.budget
+    assert [len(part.positions) for part in found.parts] == [2, 1]
+    assert found.tables[0] == found.tables[3]
+    assert found.tables[1].decisions == ()
+    used = sum(unit.time for units in found.recomputed("P") for unit in units)
+    assert used <= 6.0 + 1e-9
+    assert found.exposed < solve_stage(replace(stage, windows=()), solve_heu).exposed or used == 0
+
+
+def test_a_budget_for_everything_keeps_everything():
+    costs = layer()
+    enough = 4 * 3 * costs.activation_bytes
+    kept = solve_stage(StageLayers((costs,) * 3, 4, enough), solve_heu)
+    assert (kept.num_units, kept.exposed, kept.bytes, kept.saved_bytes) == (0, 0.0, enough, 0)
+    squeezed = solve_stage(StageLayers((costs,) * 3, 4, enough - 1), solve_heu)
+    assert squeezed.num_units > 0
+
+
+def test_what_only_recomputes_read_is_no_saving():
+    costs = layer()
+    found = solve_stage(StageLayers((costs,), 4, int(4 * costs.activation_bytes * 0.8)), solve_heu)
+    (part,) = found.parts
+    table = part.solution.tables[0]
+    read = {name for unit in costs.units if table[unit.name] not in (KEEP, "unused") for name in unit.inputs}
+    kept = sum(unit.bytes if unit.name in read else unit.held for unit in costs.units if table[unit.name] == KEEP)
+    assert found.kept_bytes == kept
+    assert found.saved_bytes == sum(unit.held for unit in costs.units) - kept
+
+
+def test_values_that_wait_for_weight_gradients_are_counted():
+    costs = layer()
+    budget = int(4 * 3 * costs.activation_bytes * 0.7)
+    fused = solve_stage(StageLayers((costs,) * 3, 4, budget), solve_heu)
+    assert fused.num_units > 0
+    with pytest.raises(InfeasibleBudget):
+        solve_stage(StageLayers((costs,) * 3, 4, budget, held=4), solve_heu)
+    held = solve_stage(StageLayers((costs,) * 3, 4, budget, held=1), solve_heu)
+    brought_back = sum(unit.bytes for units in held.recomputed() for unit in units)
+    assert 4 * (held.kept_bytes + 3 * costs.input_bytes) + brought_back <= budget
