@@ -132,7 +132,8 @@ def _refuse_what_cannot_work(model: Any, config: ExtConfig, raw: dict[str, Any])
     if refusal is not None:
         problems.append(refusal)
     if not isinstance(model, PipelineModule):
-        blocks = [f"ext.{key}" for key in ("pipeline", "recompute", "tensor_parallel", "trace") if getattr(config, key) is not None]
+        keys = ("pipeline", "recompute", "tensor_parallel", "trace")
+        blocks = [f"ext.{key}" for key in keys if getattr(config, key) is not None]
         if blocks:
             problems.append(
                 f"{', '.join(blocks)}: needs a pipeline model, found {type(model).__name__}. Build a "
