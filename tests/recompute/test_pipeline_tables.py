@@ -26,11 +26,11 @@ SCHEDULE_NAMES = ("1f1b", "gpipe", "early_recompute", "last_no_recompute", "shif
 SIZE = 1000
 
 
-def layer(scale=1):
+def layer(scale=1, first_time=1.0):
     """Five units, of which the second is only read by the third, and the first keeps more than its backward needs."""
     return LayerCosts(
         (
-            UnitCosts("a", (), 300 * scale, 1.0, only_read=100 * scale),
+            UnitCosts("a", (), 300 * scale, first_time, only_read=100 * scale),
             UnitCosts("b", ("a",), 500 * scale, 2.0, needed=False),
             UnitCosts("c", ("b",), 400 * scale, 3.0),
             UnitCosts("d", ("c",), 800 * scale, 1.0, half="mlp"),
@@ -90,11 +90,12 @@ def test_budgets_are_kept_and_waits_used(name, num_stages):
 
 
 def test_without_overlap_everything_runs_on_demand_and_takes_longer():
-    overlapped, _, _ = chosen("gpipe", 2, [0.6, 1.0])
-    alone, _, _ = chosen("gpipe", 2, [0.6, 1.0], overlap=False)
+    overlapped, _, _ = chosen("1f1b", 2, [0.6, 1.0], microbatches=2)
+    assert overlapped.plan.early_recomputes == {(0, 0), (0, 1)}
+    alone, _, _ = chosen("1f1b", 2, [0.6, 1.0], microbatches=2, overlap=False)
     assert not alone.plan.early_recomputes
     assert not any(alone.stages[0].recomputed("P"))
-    assert alone.step_time >= overlapped.step_time
+    assert alone.step_time > overlapped.step_time
 
 
 def test_opt_is_no_worse_than_heu():
@@ -150,14 +151,28 @@ def test_a_budget_for_everything_keeps_everything():
 
 
 def test_what_only_recomputes_read_is_no_saving():
-    costs = layer()
-    found = solve_stage(StageLayers((costs,), 4, int(4 * costs.activation_bytes * 0.8)), solve_heu)
-    (part,) = found.parts
-    table = part.solution.tables[0]
-    read = {name for unit in costs.units if table[unit.name] not in (KEEP, "unused") for name in unit.inputs}
-    kept = sum(unit.bytes if unit.name in read else unit.held for unit in costs.units if table[unit.name] == KEEP)
-    assert found.kept_bytes == kept
-    assert found.saved_bytes == sum(unit.held for unit in costs.units) - kept
+    costs = layer(first_time=100.0)
+    found = solve_stage(StageLayers((costs,) * 3, 4, int(4 * 3 * costs.activation_bytes * 0.55)), solve_heu)
+    table = found.tables[0]
+    assert (table["a"], table["c"]) == (KEEP, "C")  # so b is recomputed from all of what a gives
+    dropped = sum(unit.held for unit in costs.units if table[unit.name] != KEEP)
+    assert found.read_again == 3 * 100
+    assert found.saved_bytes == 3 * (dropped - 100)
+    assert found.kept_bytes == 3 * sum(unit.held for unit in costs.units) - found.saved_bytes
+
+
+def test_the_memory_table_counts_what_only_recomputes_read():
+    profile, _ = pipeline(2)
+    units = [[layer(first_time=100.0)] * 3] * 2
+    schedule = SCHEDULES.get("1f1b")(shape=PipelineShape(2, 8))
+    budgets = [round(0.62 * 2 * 3 * layer().activation_bytes) + profile.fixed(0), 10**9]
+    found = choose_tables(schedule, profile, units, budgets, solve_heu, layers_per_stage=[3, 3], overlap=False)
+    tables = found.stages[0]
+    assert tables.read_again > 0
+    row = predict(found.plan, profile, budgets, found.costs)[0]
+    whole_stage = profile.stages[0].costs(0).activations
+    one_layer = max(sum(unit.bytes for unit in units) for units in tables.recomputed())
+    assert row.activations == 2 * (whole_stage - tables.saved_bytes) + one_layer
 
 
 def test_values_that_wait_for_weight_gradients_are_counted():
