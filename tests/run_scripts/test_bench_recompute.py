@@ -32,6 +32,31 @@ def run(module, *arguments):
     return result.output
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_pipeline_of_two_ranks_gives_a_row_for_every_mode():
+    module = script("bench_recompute")
+    size = (
+        "--hidden",
+        "32",
+        "--heads",
+        "2",
+        "--seq",
+        "16",
+        "--num-layers",
+        "3",
+        "--repeats",
+        "1",
+        "--micro-batches",
+        "3",
+    )
+    output = run(module, "--pipeline-parallel", "2", *size, "--budgets", "0.5,0.4", "--json")
+    rows = {row["name"]: row for row in map(json.loads, (line for line in output.splitlines() if line[:1] == "{"))}
+    assert all(set(row) >= CONTRACT for row in rows.values())
+    assert {"pp2_step_full", "pp2_step_full_reentrant", "pp2_step_selective", "pp2_step_heu_0.5"} < set(rows)
+    assert rows["pp2_step_heu_0.6"]["saved_share"] >= rows["pp2_step_heu_0.5"]["saved_share"] >= 0.4
+
+
 def test_every_mode_gives_a_row_and_the_same_gradients():
     module = script("bench_recompute")
     size = (

@@ -7,6 +7,7 @@ import deepspeed
 import pytest
 import torch
 
+from ext.recompute.units import run_units, units_of
 from ext.testing.ranks import run_ranks
 from gpt import model
 
@@ -52,6 +53,20 @@ def test_a_token_sees_only_what_stands_before_it():
     before, after = _logits(layers, tokens)[0], _logits(layers, changed)[0]
     assert torch.equal(before[:9], after[:9])
     assert not torch.allclose(before[10:], after[10:])
+
+
+def test_units_are_the_forward_bit_for_bit():
+    layer = model.TransformerLayer(dataclasses.replace(CONFIG, dropout=0.2))
+    results = []
+    for run in (layer, lambda x: run_units(units_of(layer), (x,))):
+        torch.manual_seed(3)
+        x = torch.randn(2, 16, 32).requires_grad_()
+        layer.zero_grad()
+        output = run(x)
+        output.square().sum().backward()
+        results.append([output, x.grad, *(p.grad.clone() for p in layer.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert [unit.name for unit in units_of(layer).units if unit.keep] == []
 
 
 def test_loss_is_computed_in_fp32():
