@@ -96,8 +96,8 @@ def decide(
         if isinstance(chosen, UnitPolicy) and profile is not None and budgets is not None:
             if units is None:
                 raise ConfigError(
-                    f"ext.recompute.policy: '{options.type}' needs the costs of the layers' units, which this host "
-                    "does not measure. Use 'stage_aware', which decides about whole layers."
+                    f"ext.recompute.policy: '{options.type}' needs measured costs of the layers' units, which are "
+                    "not known here. Use 'stage_aware', which decides about whole layers."
                 )
             return _by_units(config, chosen, schedule, layers_per_stage, profile, units, budgets)
         if isinstance(chosen, LayerPolicy) and profile is not None and budgets is not None:
