@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def time_layers(rank: int, world_size: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds of the slowest rank by case: (ours, stock) of every turn."""
+    os.dup2(2, 1)  # DeepSpeed prints to standard output, which belongs to our rows
+
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
