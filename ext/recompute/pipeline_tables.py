@@ -31,7 +31,7 @@ from ext.recompute.stage_tables import (
 )
 from ext.recompute.units import LayerCosts, UnitCosts
 from ext.recompute.waits import StageWaits, stage_waits
-from ext.recompute.windows import BEFORE_BACKWARD, ON_DEMAND, WAIT
+from ext.recompute.windows import BEFORE_BACKWARD, IN_BACKWARD, ON_DEMAND, UNDER_FORWARD, WAIT
 
 UnitCostsOfStages = Sequence[Sequence[LayerCosts | None]]
 """By stage, the costs of its layers; None for one that is never recomputed."""
@@ -222,25 +222,28 @@ def _costs(whole: StageCosts, tables: StageTables, is_split: bool) -> StageCosts
 
     What runs before the backward is its recompute; what runs on demand beside that is a part of the backward.
     """
-    early, late, everything = tables.recomputed(*BEFORE_BACKWARD), tables.recomputed(ON_DEMAND), tables.recomputed()
+    early, late, everything = tables.recomputed(*BEFORE_BACKWARD), tables.recomputed(*IN_BACKWARD), tables.recomputed()
+    exposed = seconds(tables.recomputed(ON_DEMAND))  # what runs under all-reduces takes no time
     costs = replace(
         whole,
-        recompute=seconds(tables.recomputed(ON_DEMAND, WAIT)),  # the rest runs under all-reduces
+        recompute=exposed + seconds(tables.recomputed(WAIT)),
         dropped=size(everything),
         stash=tables.read_again + _temporary(everything),
         working_set=working_set(tables),
     )
     if not any(early):
         return costs
-    costs = replace(costs, recompute=seconds(tables.recomputed(WAIT)), input_grad=whole.input_grad + seconds(late))
+    costs = replace(costs, recompute=seconds(tables.recomputed(WAIT)), input_grad=whole.input_grad + exposed)
     if is_split:  # holds what it recomputed until its weight gradients are done
         return costs
-    again = working_set(tables, ON_DEMAND)
+    back = size(early) + working_set(tables, *IN_BACKWARD)
     return replace(
         costs,
-        activations=whole.activations - (size(late) - _temporary(late)) + again,
-        dropped=size(early) + again,
+        activations=whole.activations - (size(late) - _temporary(late)) + working_set(tables, *IN_BACKWARD),
+        dropped=back,
         stash=tables.read_again + _temporary(early),
+        # Under another micro-batch's forward the values of all layers come back, without an R.
+        working_set=back if any(tables.recomputed(*UNDER_FORWARD)) else costs.working_set,
     )
 
 

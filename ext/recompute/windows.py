@@ -17,6 +17,8 @@ UNDER_FORWARD = ("F1", "F2")
 """Windows under the all-reduces of the forward of the stage's next micro-batch."""
 BEFORE_BACKWARD = (*UNDER_FORWARD, WAIT)
 """Windows that end before a micro-batch's backward; the last one catches what the others did not do."""
+IN_BACKWARD = ("B1", "B2", ON_DEMAND)
+"""Where a layer's values come back while the backward is at it or near it."""
 _ON_DEMAND_POSITION = {MLP: 50, ATTENTION: 70}
 
 

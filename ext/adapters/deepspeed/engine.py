@@ -108,12 +108,12 @@ class PlanPipelineEngine(PipelineEngine):
 
     def _count_all_stages_in_clip_norm(self) -> None:
         # In fp32 without ZeRO the host counts the parameters of the first rank of a pipeline, and of the others those
-        # marked as split over tensor-parallel ranks, copies of tied ones included.
+        # marked as split over ranks. What is whole on tensor-parallel ranks counts on the first of them, and nowhere
+        # does a tied parameter's copy.
         whole_counts_here = self.grid.get_slice_parallel_rank() == 0
         for parameter in self.module.parameters():
-            counts = whole_counts_here or getattr(parameter, "tensor_model_parallel", False)
             is_copy = getattr(parameter, "ds_pipe_replicated", False)
-            parameter.model_parallel = counts and not is_copy
+            parameter.model_parallel = whole_counts_here and not is_copy
             if is_copy:
                 parameter.tensor_model_parallel = False
 

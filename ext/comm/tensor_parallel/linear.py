@@ -95,6 +95,16 @@ def row_parallel_linear(x: Tensor, weight: Tensor, group: TensorParallelGroup) -
     return _RowLinear.apply(x, weight, group)  # type: ignore[no-any-return]
 
 
+def sum_output(output: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Sums ``output`` over the group in place, in a forward that autograd does not see; its listener is told."""
+    work, listener = group.start_all_reduce(output), current_listener()
+    if work is not None:
+        if listener is not None:
+            listener.forward_launched(work)
+        work.wait()
+    return output
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup) -> Tensor:
@@ -129,13 +139,7 @@ class _RowLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.version = weight, weight._version
-        output = functional.linear(x, weight)
-        work, listener = group.start_all_reduce(output), current_listener()
-        if work is not None:
-            if listener is not None:
-                listener.forward_launched(work)
-            work.wait()
-        return output
+        return sum_output(functional.linear(x, weight), group)
 
     @staticmethod
     @once_differentiable

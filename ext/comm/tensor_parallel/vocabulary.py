@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ext.comm.tensor_parallel.group import TensorParallelGroup
-from ext.comm.tensor_parallel.hooks import current_listener
-from ext.comm.tensor_parallel.linear import column_parallel_linear
+from ext.comm.tensor_parallel.linear import column_parallel_linear, sum_output
 
 
 class VocabularyRange:
@@ -108,12 +107,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.mark_dirty(x)
-        work, listener = group.start_all_reduce(x), current_listener()
-        if work is not None:
-            if listener is not None:
-                listener.forward_launched(work)
-            work.wait()
-        return x
+        return sum_output(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
