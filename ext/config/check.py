@@ -75,7 +75,7 @@ def check_config(
         problems += _loss_scaling(config, ext_config)
         problems += _microbatches(ext_config, batch.completed(launch.data_parallel), launch)
         problems += _lists(ext_config, launch)
-        problems += _unit_policy(ext_config)
+        problems += unit_policy_problems(ext_config)
         problems += sub_pipeline_problems(ext_config, batch.completed(launch.data_parallel).micro)
     return problems
 
@@ -202,7 +202,7 @@ def _microbatches(config: ExtConfig, batch: Batch, launch: Launch) -> Iterator[P
         yield Problem("ext.pipeline.schedule", str(error))
 
 
-def _unit_policy(config: ExtConfig) -> Iterator[Problem]:
+def unit_policy_problems(config: ExtConfig) -> Iterator[Problem]:
     """What goes with policies that decide unit by unit, and what with no other."""
     recompute = config.recompute
     if recompute is None:

@@ -70,6 +70,16 @@ def test_never_slower_than_the_best_preset_and_within_memory(number):
     assert chosen.step_time <= min(chosen.presets.values(), default=math.inf) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("budget", [1.5, math.inf])
+def test_backwards_stay_whole_where_they_cannot_be_split(budget):
+    space = replace(make_space(4, 8, budget), splits_backward=False)
+    chosen = short(space, tolerance=0.0)
+    check(space, chosen)
+    assert not chosen.plan.split_backwards
+    assert "zb_h1" not in chosen.presets
+    assert short(replace(space, splits_backward=True), tolerance=0.0).step_time <= chosen.step_time
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_never_slower_than_the_best_preset_in_200_cases():

@@ -35,6 +35,13 @@ def _steps(rank: int, world_size: int) -> None:
     lost = CommunicationError("lost a peer") if rank != world_size - 1 else ConfigError("the first cause")
     with pytest.raises(ConfigError, match="^the first cause$"):
         guard.agree(lost)
+    assert guard.from_rank_0(lambda: {"rank": rank}) == {"rank": 0}
+
+    def refuse():
+        raise ConfigError(f"found on {rank}")
+
+    with pytest.raises(ConfigError, match="^found on 0$"):
+        guard.from_rank_0(refuse)
     guard.start_step()
     guard.start_step()  # a step that was given up before its end
     guard.agree(None)

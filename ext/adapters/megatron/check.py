@@ -40,6 +40,7 @@ def problems(args: Any, request: Request, *, on_cpu: bool = False) -> list[str]:
         found += limits.layers_that_cannot_split(["its layers"], request.name)
     found += _too_few_microbatches(args, config, schedule.min_microbatches, request.name)
     found += _wrong_lists(args, config, request.name)
+    found += wrong_budgets(config, args.pipeline_model_parallel_size, request.name)
     missing = missing_budget(config, on_cpu=on_cpu)
     if missing is not None:
         found.append(missing.replace(BUDGET_KEY, request.name(BUDGET_KEY.removeprefix("ext."))))
@@ -99,6 +100,16 @@ def _wrong_lists(args: Any, config: ExtConfig, name: Callable[[str], str]) -> It
         yield (
             f"{name(limits.RECOMPUTE)}: {sum(layers)} recomputed layers asked, --num-layers is {args.num_layers}. "
             "Lower them."
+        )
+
+
+def wrong_budgets(config: ExtConfig, num_stages: int, name: Callable[[str], str]) -> Iterator[str]:
+    """Budgets that are not as many as the pipeline has stages."""
+    given = None if config.recompute is None else config.recompute.memory_budget_gib
+    if isinstance(given, tuple) and len(given) != num_stages:
+        yield (
+            f"{name(BUDGET_KEY.removeprefix('ext.'))}: {len(given)} numbers given, the pipeline has {num_stages} "
+            "stages. Give one number, or one per stage."
         )
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ext.adapters.megatron import arguments, limits, resolve
+from ext.adapters.megatron import arguments, check, limits, resolve
 from ext.adapters.megatron.layers import MegatronRngTracker, transformer_layers
 from ext.adapters.megatron.linear import make_deferrable, undeferrable_layers
 from ext.adapters.megatron.profiling import Measured, profile_stage
 from ext.adapters.megatron.states import ADAM_MOMENTS, state_bytes
 from ext.adapters.megatron.step import Call
 from ext.config import ExtConfig, resolved
-from ext.config.budget import check_budgets, is_report_asked
+from ext.config.budget import REPORT_SWITCH, check_budgets, is_report_asked
 from ext.config.decide import (
     Decision,
     budgets_in_bytes,
@@ -31,6 +31,7 @@ from ext.config.decide import (
     needs_profile,
     reads_plan_file,
 )
+from ext.config.unit_costs import known_units, measures_units
 from ext.core.errors import ConfigError
 from ext.pipeline.memory_table import StageMemory, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
@@ -78,6 +79,7 @@ class Plans:
         self.rows: list[StageMemory] = []
         self._config = config
         self._name = name
+        check.raise_if_any([*check.wrong_budgets(config, len(self.layers_per_stage), name)])
         self._model = model
         self._host_config = host_config
         self._group = groups.pp
@@ -86,12 +88,19 @@ class Plans:
         self._profile: PipelineProfile | None = None
         self._units: UnitCostsOfStages | None = None
         self._decisions: dict[int, Decision] = {}
-        self._shows_memory = self.guard.from_rank_0(lambda: is_report_asked(os.environ))
+        self._shows_memory = self.guard.from_rank_0(lambda: is_report_asked(os.environ) and self._can_report())
 
     @property
     def needs_profile(self) -> bool:
         """Whether the next training step has to be profiled first."""
         return self._profile is None and (self._shows_memory or needs_profile(self._config))
+
+    def _can_report(self) -> bool:
+        """Whether a prediction would be true; where not, says so."""
+        obstacles = limits.problems(self._host_config, self._name, splits=False, recomputes=limits.RECOMPUTE)
+        if obstacles:
+            logger.warning("%s: the memory of these settings cannot be predicted: %s", REPORT_SWITCH, obstacles)
+        return not obstacles
 
     @property
     def newest(self) -> Decision | None:
@@ -101,13 +110,17 @@ class Plans:
     def measure(self, call: Call, links: Links) -> Measured:
         """This rank's stage, on the next micro-batch. Collective over the pipeline."""
         stage, num_stages = self._stage, len(self.layers_per_stage)
-        with_units = decides_about_units(self._config)
-        return profile_stage(call, stage, num_stages, links, transformer_layers(self._model), with_units=with_units)
+        layers, with_units = transformer_layers(self._model), measures_units(self._config)
+        return profile_stage(call, stage, num_stages, links, layers, with_units=with_units)
 
     def take(self, measured: Measured) -> None:
         """From here on plans are made for what the pipeline of global rank 0 measured."""
         layers = shared_profiles(measured.layers, self._stage, self._group)
-        self._units = shared_profiles(measured.units, self._stage, self._group)
+        if decides_about_units(self._config):
+            units = shared_profiles(measured.units, self._stage, self._group)
+            about = {"device": "cuda" if torch.cuda.is_available() else "cpu", "torch": str(torch.__version__)}
+            known = partial(known_units, self._config, layers, units, about)
+            self._units = self._as_typed(lambda: self.guard.from_rank_0(known))
         last = len(layers) - 1
         stages = [Stage(stage, is_last=i == last, copies_inputs=False) for i, stage in enumerate(layers)]
         self._profile = PipelineProfile(tuple(stages), self._states)

@@ -26,7 +26,8 @@ class Measured:
 
     Attributes:
         layers: what comes before and behind the transformer layers is the first and the last one.
-        units: costs of the units of these layers, None for those that cannot be recomputed and where nobody asked.
+        units: costs of the units of these layers but the loss, None where they cannot be recomputed and where nobody
+            asked.
         data: gives all that the iterator of the call would have given.
     """
 
@@ -125,8 +126,8 @@ class _Stage:
 
     @property
     def units(self) -> tuple[LayerCosts | None, ...]:
-        """Costs of the units of all layers of the profile."""
-        return None, *self._unit_costs, None
+        """Costs of the units of all layers of the profile but the loss."""
+        return None, *self._unit_costs, *([] if self._is_last else [None])
 
     def _forward(self, inputs: Any) -> Any:
         data = None if self._data is None else self._data.again() if self._profiles else self._data

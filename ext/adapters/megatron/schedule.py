@@ -28,6 +28,7 @@ from ext.pipeline.build import forward_plan
 from ext.pipeline.memory_table import StageMemory
 from ext.pipeline.plan import Plan
 from ext.recompute.pipeline_tables import PipelineTables
+from ext.recompute.report import RecomputeReport
 from ext.runtime.channels import Links
 from ext.runtime.guard import FailureGuard
 from ext.runtime.watchdog import Watchdog
@@ -51,6 +52,7 @@ class PlanForwardBackward:
         check.raise_if_any(unsupported(config, tuple(flag.path for flag in arguments.flags()), name))
         self.config = config
         self.recomputes: dict[int, int] = {}
+        self.recompute_report: RecomputeReport | None = None
         self._name = name
         self._moments = moments
         self._plans: Plans | None = None
@@ -103,6 +105,7 @@ class PlanForwardBackward:
         units = None if forward_only else self._plans.units_of(num_microbatches, rank)
         assert self._watchdog is not None
         step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync, units, self._watchdog)
+        self.recompute_report = None if units is None else units.report
         if host_config.timers is not None:
             host_config.timers("forward-backward", log_level=1).start(barrier=host_config.barrier_with_L1_time)
         self._run(step)

@@ -136,7 +136,7 @@ class Step:
             inputs = self._received(self.links.inputs_from(self.plan.rank_of[stage - 1]), microbatch)
             assert isinstance(inputs, Tensor)
             flight.inputs = inputs if call.forward_only else inputs.requires_grad_()
-        with self._layers_as_planned(stage, flight):
+        with self._layers_as_planned(stage, microbatch, flight):
             function, is_last = self._forward_step_func(stage, microbatch), stage == self.plan.num_stages - 1
             flight.outputs, num_tokens = host_forward(
                 call, function, call.data_iterator, flight.inputs, self.store, microbatch, is_last=is_last
@@ -189,10 +189,10 @@ class Step:
         return forward_step
 
     @contextlib.contextmanager
-    def _layers_as_planned(self, stage: int, flight: InFlight) -> Iterator[None]:
+    def _layers_as_planned(self, stage: int, microbatch: int, flight: InFlight) -> Iterator[None]:
         """The first layers of the stage, as many as the plan recomputes, drop what they would keep."""
         if self.units is not None and not self.call.forward_only:
-            with self._units_as_planned(self.units, stage, flight):
+            with self._units_as_planned(self.units, stage, microbatch, flight):
                 yield
             return
         count = self.plan.recomputed_layers[stage]
@@ -209,14 +209,23 @@ class Step:
             yield
 
     @contextlib.contextmanager
-    def _units_as_planned(self, units: StageUnits, stage: int, flight: InFlight) -> Iterator[None]:
+    def _units_as_planned(self, units: StageUnits, stage: int, microbatch: int, flight: InFlight) -> Iterator[None]:
         """The same where the tables of a unit policy say what is dropped."""
-        around = self.weight_grads.interception if self.plan.split_backwards else contextlib.nullcontext
+        is_split = (stage, microbatch) in self.plan.split_backwards
+        coming = self.plan.next_backwards.get((stage, microbatch))
+        if ((stage, coming) in self.plan.split_backwards) != is_split:
+            coming = None  # what surrounds this forward would surround the recompute of another kind of forward
+        next_backward: Any = None if coming is None else self._flights[coming].regions
         layers = [bound(layer) for layer in self.layers]
-        recomputing = partial(statistics_kept, self.layers)
-        # Tables begin and end with what the forward step does before and behind the layers.
-        flight.regions, (_, *stand_ins, _) = units.start([None, *layers, None], around=around, recomputing=recomputing)
-        with forwards_replaced(self.layers, [_as_host(*pair) for pair in zip(layers, stand_ins, strict=True)]):
+        # Tables begin with what the forward step does before the layers, and may end with what it does behind them.
+        num_behind = len(units.tables.tables) - 1 - len(layers)
+        flight.regions, (_, *stand_ins) = units.start(
+            [None, *layers, *[None] * num_behind],
+            around=self.weight_grads.interception if is_split else contextlib.nullcontext,
+            recomputing=partial(statistics_kept, self.layers),
+            next_backward=next_backward,
+        )
+        with forwards_replaced(self.layers, [_as_host(*pair) for pair in zip(layers, stand_ins, strict=False)]):
             yield
 
     # -- communication -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import ext
 from ext.config import ExtConfig
+from ext.config.check import unit_policy_problems
 
 SUPPORTED = frozenset(
     {
@@ -42,6 +43,7 @@ def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], 
             f"{name('pipeline.partition')}: found '{config.pipeline.partition.type}', but Megatron places layers "
             "itself. Remove it, and use --pipeline-model-parallel-layout for uneven stages."
         )
+    problems += (f"{name(p.key.removeprefix('ext.'))}: {p.message}" for p in unit_policy_problems(config))
     if config.moe is not None:
         problems += _dispatcher_problems(config.moe.dispatcher, name("moe.dispatcher"))
     return problems

@@ -71,6 +71,14 @@ def test_values_as_in_the_config_file(tmp_path):
         (["--ext-watchdog", "0"], ["--ext-watchdog: found 0; allowed: a number of seconds above 0."]),
         (["--ext-self-check", "true"], ["--ext-self-check: not built"]),
         (["--ext-moe-router-bias-rate", "0.1"], ["--ext-moe-router-bias-rate: not built for Megatron"]),
+        (
+            ["--ext-pipeline-schedule", "auto", "--ext-recompute-policy", "lynx_heu"],
+            ["--ext-recompute-policy: 'lynx_heu' decides about parts of layers, the schedule 'auto' about whole ones"],
+        ),
+        (
+            ["--ext-recompute-policy", "full", "--ext-recompute-overlap", "true"],
+            ["--ext-recompute-overlap: goes with the policies 'lynx_heu' and 'lynx_opt', found 'full'"],
+        ),
         (["--ext-moe-dispatcher", "auto"], ["--ext-moe-dispatcher: 'auto' is not built for Megatron"]),
         (
             ["--ext-moe-dispatcher", '{"type": "hierarchical", "deduplicate": true}'],
@@ -206,6 +214,8 @@ def test_too_few_microbatches_names_megatrons_flags():
 def test_lists_that_do_not_fit_the_pipeline():
     (problem,) = _problems(["--ext-recompute-policy=2,2"])
     assert "2 numbers given, --pipeline-model-parallel-size is 4" in problem
+    (problem,) = _problems(["--ext-recompute-memory-budget-gib=1,2"])
+    assert problem.startswith("--ext-recompute-memory-budget-gib: 2 numbers given, the pipeline has 4 stages")
     (problem,) = _problems(["--ext-recompute-policy=5,5,0,0"])
     assert "10 recomputed layers asked, --num-layers is 8" in problem
 

@@ -191,6 +191,28 @@ def test_activations_are_predicted_to_the_byte(schedule):
     run_ranks(_counted, 2, schedule)
 
 
+def _reported(rank, world_size, folder):
+    """Asked for by the environment alone; left out where Megatron itself recomputes, which no profile sees."""
+    from ext.adapters.megatron import testing
+
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)
+    testing.parallel()
+    data = testing.batches(2)
+    function, other = _function("1f1b"), _function("1f1b")
+    losses = testing.train(function, testing.build(), data)
+    assert [row.stage for row in function.memory] == [0]
+    assert function.describe()["policy"] == "none (the schedule's own)"
+    model = testing.build()
+    model.config.recompute_granularity = "selective"
+    assert testing.train(other, model, data) == losses
+    assert other.memory == []
+
+
+def test_the_memory_report_of_any_run(tmp_path):
+    run_ranks(_reported, 1, str(tmp_path), env={"EXT_MEMORY_REPORT": "1"})
+    assert (tmp_path / "stderr").read_text().count("predicted memory per stage") == 1
+
+
 def _failing(rank, world_size):
     """A forward step that fails while it is profiled, and data that is not there, are the same error on all ranks."""
     from ext.adapters.megatron import testing

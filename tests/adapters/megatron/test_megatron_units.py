@@ -1,5 +1,7 @@
 """Unit policies on Megatron's layers: the bits of no recomputation, budgets kept, layers without units whole."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,8 +89,37 @@ def test_units_of_a_tensor_parallel_pipeline(sequence_parallel):
     run_ranks(_lynx, 4, 2, 2, CASES, {"sequence_parallel": sequence_parallel}, timeout=120)
 
 
+def _windows(rank, world_size, sequence_parallel):
+    """What the tables give to windows under all-reduces runs there, in forwards and backwards, and changes no bit."""
+    from ext.adapters.megatron import planning, testing
+    from ext.recompute.units import AllReduces
+
+    testing.parallel(tp=2)
+    plain = _function("gpipe", policy="none", memory_budget_gib=1.0)
+    expected = _step(plain, sequence_parallel=sequence_parallel)
+    take = planning.Plans.take
+
+    def with_long_waits(plans, measured):
+        """As if every all-reduce took a second."""
+        assert all((c is None or c.all_reduces is None) == sequence_parallel for c in measured.units[1:])
+        units = [c and replace(c, all_reduces=c.all_reduces and AllReduces(1.0, 1.0, 1.0, 1.0)) for c in measured.units]
+        take(plans, replace(measured, units=tuple(units)))
+
+    planning.Plans.take = with_long_waits
+    function = _function("gpipe", policy="lynx_heu", memory_budget_gib=_squeezed(plain.memory, 0.6))
+    _equal(_step(function, sequence_parallel=sequence_parallel), expected, ("gpipe", sequence_parallel))
+    used = {name: use.units for name, use in function.recompute_report.windows.items() if use.units}
+    assert set(used) & {"F1", "F2", "B1", "B2"} == (set() if sequence_parallel else set(used) - {"C"}), used
+    assert sequence_parallel or len(used) > 1, used
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_recomputes_run_under_all_reduces(sequence_parallel):
+    run_ranks(_windows, 2, sequence_parallel)
+
+
 def _other_layers(rank, world_size):
-    """Grouped queries, rotary positions, a gated MLP without biases; and experts, which have no units."""
+    """Grouped queries, a gated MLP without biases; and experts, which have no units."""
     from ext.adapters.megatron import testing
     from ext.adapters.megatron.layers import transformer_layers
     from ext.adapters.megatron.units import has_units
@@ -120,15 +151,20 @@ def _units_are_the_layer(rank, world_size):
     hidden = torch.randn(testing.SEQ, 2, testing.HIDDEN)
     mask = torch.ones(testing.SEQ, testing.SEQ).triu(1).bool()[None, None]
     whole = LayerOfUnits(layer)
-    results = []
-    for run in (lambda: layer(hidden, mask)[0], lambda: whole(hidden)):
-        whole.bind(attention_mask=mask)
-        testing.seed()
-        results.append(run())
-    assert torch.equal(*results)
-    whole.bind(attention_mask=mask.logical_not())
+    rotary = torch.randn(testing.SEQ, 1, 1, testing.HIDDEN // testing.HEADS)
+    found = []
+    for given in ({}, {"rotary_pos_emb": rotary}):
+        results = []
+        for run in (lambda given=given: layer(hidden, mask, **given)[0], lambda: whole(hidden)):
+            whole.bind(attention_mask=mask, **given)
+            testing.seed()
+            results.append(run())
+        assert torch.equal(*results)
+        found.append(results[0])
+    whole.bind(mask.logical_not())
     testing.seed()
-    assert not torch.equal(whole(hidden), results[0])
+    found.append(whole(hidden))
+    assert not any(torch.equal(found[i], found[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
     assert "forward" not in vars(layer.self_attention.linear_proj)
 
 
