@@ -20,7 +20,17 @@ from ext.recompute.stopwatch import stopwatch
 from ext.recompute.storage import storage_bytes, storage_key, storage_keys
 from ext.recompute.table import OPAQUE
 from ext.recompute.unit_engine import constants_of, device_of
-from ext.recompute.units import ATTENTION, MLP, AllReduces, HasUnits, LayerCosts, LayerUnits, Unit, UnitCosts, units_of
+from ext.recompute.units import (
+    ATTENTION,
+    MLP,
+    AllReduces,
+    LayerCosts,
+    LayerUnits,
+    Unit,
+    UnitCosts,
+    offers_units,
+    units_of,
+)
 
 DEFAULT_REPEATS = 5
 
@@ -37,9 +47,7 @@ def profile_layer(layer: Any, inputs: Any, repeats: int = DEFAULT_REPEATS) -> La
         repeats: runs of which the fastest counts, behind one that warms up.
     """
     given = inputs if isinstance(inputs, tuple) else (inputs,)
-    units = (
-        units_of(layer) if isinstance(layer, HasUnits) else _as_one_unit(layer, isinstance(inputs, tuple), len(given))
-    )
+    units = units_of(layer) if offers_units(layer) else _as_one_unit(layer, isinstance(inputs, tuple), len(given))
     constants = list(constants_of(layer))
     device = device_of(given, layer)
     fresh = tuple(v.detach().requires_grad_(v.is_floating_point()) if isinstance(v, Tensor) else v for v in given)

@@ -24,7 +24,7 @@ from ext.recompute.regions import MicrobatchRegions
 from ext.recompute.stopwatch import stopwatch
 from ext.recompute.table import KEEP, OPAQUE, UnitTable
 from ext.recompute.unit_run import LayerRun, Surroundings
-from ext.recompute.units import HasUnits, units_of
+from ext.recompute.units import offers_units, units_of
 from ext.recompute.windows import BEFORE_BACKWARD, ON_DEMAND
 
 
@@ -67,7 +67,7 @@ class MicrobatchUnits:
         """
         if not torch.is_grad_enabled():
             return layer(inputs)
-        if not isinstance(layer, HasUnits):
+        if not offers_units(layer):
             return self._call_opaque(layer, inputs, table[OPAQUE], opaque_bytes)
         units = units_of(layer)
         given = _as_tuple(inputs)

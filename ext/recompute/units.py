@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from ext.core.errors import ConfigError
 
@@ -64,11 +64,15 @@ class LayerUnits:
             raise ConfigError(f"layer outputs {missing} are no units. Units: {', '.join(sorted(known))}.")
 
 
-@runtime_checkable
 class HasUnits(Protocol):
     """A layer that the unit engine can run."""
 
     def units(self) -> Sequence[Unit] | LayerUnits: ...
+
+
+def offers_units(layer: object) -> TypeGuard[HasUnits]:
+    """Whether the layer's class has a method ``units``; an attribute of that name, a width say, is none."""
+    return callable(getattr(type(layer), "units", None))
 
 
 def units_of(layer: HasUnits) -> LayerUnits:

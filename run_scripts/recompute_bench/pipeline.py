@@ -204,22 +204,28 @@ def _budget(engine: Any, stage: int, share: float) -> float:
 
     profile, units = engine.memory.profile, engine.memory.units
     whole = sum(costs.activation_bytes for costs in units[stage])
-    row = engine.memory.rows[stage]
-    budget = row.total
-    for percent in range(100):
+    row, layers = engine.memory.rows[stage], engine.plan.layers_per_stage
+
+    def budget(percent: int) -> int:
+        return round(row.total - percent / 100 * row.activations)
+
+    little, much, enough = 0, 100, None
+    while much - little > 1:
+        percent = (little + much) // 2
         budgets = [round(ENOUGH * 2**30)] * NUM_RANKS
-        budgets[stage] = round(row.total - percent / 100 * row.activations)
-        layers = engine.plan.layers_per_stage
+        budgets[stage] = budget(percent)
         try:
-            tables = choose_tables(
+            found = choose_tables(
                 engine.resolution.schedule, profile, units, budgets, solve_heu, layers_per_stage=layers
             )
         except BudgetError:
-            break
-        budget = budgets[stage]
-        if tables.stages[stage].saved_bytes >= share * whole:
-            break
-    return (budget + 1) / 2**30
+            much = percent
+            continue
+        if found.stages[stage].saved_bytes >= share * whole:
+            much = enough = percent
+        else:
+            little = percent
+    return (budget(little if enough is None else enough) + 1) / 2**30
 
 
 def _data(setting: Setting) -> Any:

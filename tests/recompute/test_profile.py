@@ -146,6 +146,12 @@ def test_a_layer_without_units_is_one():
     assert solve_heu(StageProblem(costs, 2, 2, costs.activation_bytes * 4)).exposed == 0
 
 
+def test_an_attribute_called_units_is_no_offer():
+    linear = nn.Linear(8, 8)
+    linear.units = 8
+    assert [unit.name for unit in profile_layer(linear, torch.randn(2, 8), repeats=1).units] == [OPAQUE]
+
+
 def test_a_profile_survives_a_file(tmp_path):
     costs = profile_layer(block(), batch(), repeats=1)
     profile = UnitProfile({"block": costs}, 1.25, {"device": "cpu", "shape": "2x16x32"})
