@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +100,9 @@ def _windows(stage: Stage, alone: SharedUnitLayer, all_reduce: float, forward: f
         gradient = torch.randn(tokens.shape[0], linear.weight.shape[0])
         left.append(max(0.0, all_reduce - _mean(_fastest(lambda g=gradient: g.t().matmul(tokens)))))
     slowdown = max(1.0, _under_all_reduces(stage, alone) / forward)
-    return (*forward_windows(all_reduce, all_reduce, slowdown), *backward_windows(left[0], left[1], slowdown))
+    lacking = (IN_FLIGHT - 1) / len(stage.inputs)  # the last backwards come when all forwards are done
+    forwards = [replace(window, exposed=lacking) for window in forward_windows(all_reduce, all_reduce, slowdown)]
+    return (*forwards, *backward_windows(left[0], left[1], slowdown))
 
 
 def _under_all_reduces(stage: Stage, alone: SharedUnitLayer) -> float:

@@ -28,6 +28,7 @@ from rich.table import Table
 from emulated_network import NoEmulatedNetwork
 from emulated_network.shaped import shaped_link
 from ext.recompute.report import summary
+from ext.recompute.windows import ON_DEMAND
 from ext.testing.ranks import run_ranks
 from tensor_parallel_bench.measure import measure
 from tensor_parallel_bench.setting import Outcome, Setting
@@ -82,7 +83,7 @@ def rows(outcome: Outcome) -> Iterator[Row]:
         yield _row(f"tensor_parallel_{name}, {where}", times[name], times["none"], saved_share=round(saved, 4))
     yield _row(f"tensor_parallel_overlapped_speedup_over_full, {where}", times["full"], times["overlapped"])
     yield _row(f"tensor_parallel_sub_pipelined_speedup, {where}", times["none"], times["sub_pipelined"])
-    planned, measured = (_shares(outcome.windows, key) for key in ("seconds_planned", "seconds"))
+    planned, measured = _shares(_planned(outcome.windows)), _shares(_measured(outcome.windows))
     for name in planned:
         yield {
             "name": f"tensor_parallel_window_{name}, {where}",
@@ -94,9 +95,20 @@ def rows(outcome: Outcome) -> Iterator[Row]:
         }
 
 
-def _shares(windows: Sequence[Row], key: str) -> dict[str, float]:
-    total = sum(float(row[key]) for row in windows) or 1.0
-    return {str(row["window"]): float(row[key]) / total for row in windows}
+def _measured(windows: Sequence[Row]) -> dict[str, float]:
+    return {str(row["window"]): float(row["seconds"]) for row in windows}
+
+
+def _planned(windows: Sequence[Row]) -> dict[str, float]:
+    """Seconds by window; what falls on micro-batches or layers that lack it counts as on demand."""
+    exposed = {str(row["window"]): float(row["exposed_planned"]) for row in windows}
+    planned = {str(row["window"]): float(row["seconds_planned"]) - exposed[str(row["window"])] for row in windows}
+    return planned | {ON_DEMAND: sum(exposed.values())}
+
+
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    total = sum(seconds.values()) or 1.0
+    return {name: value / total for name, value in seconds.items()}
 
 
 def _row(name: str, ours: Sequence[float], other: Sequence[float], **more: Any) -> Row:

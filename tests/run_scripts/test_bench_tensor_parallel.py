@@ -52,6 +52,7 @@ def test_without_a_link_it_says_so_and_uses_loopback(monkeypatch, capsys):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_link_is_made_as_asked_and_removed(capsys):
     try:
         with shaped_link(100.0) as names:

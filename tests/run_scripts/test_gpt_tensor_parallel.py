@@ -253,7 +253,10 @@ def run_cases(rank, world_size, num_stages, folder):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "num_stages"), [(2, 1), (4, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "num_stages"),
+    [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
 def test_shared_over_ranks_it_is_the_same_model(world_size, num_stages, tmp_path):
     results = run_ranks(run_cases, world_size, num_stages, str(tmp_path), timeout=120)
     assert set().union(*(found["windows"] for found in results)) & {"F1", "F2", "B1", "B2"}
