@@ -36,6 +36,7 @@ def test_all_run_what_is_simulated():
         assert outcome.seconds[0] * 1e3 >= expected
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_rows_of_the_json_output(capsys):
     bench_megatron.main(stages=2, micro_batches=4, forward_ms=1, rounds=1, schedule=["1f1b", "auto"], as_json=True)

@@ -186,7 +186,7 @@ def _counted(rank, world_size, schedule):
     assert function.memory[rank].activations == counter.peak
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_activations_are_predicted_to_the_byte(schedule):
     run_ranks(_counted, 2, schedule)
 

@@ -214,6 +214,7 @@ def _stuck(rank, world_size, folder):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_rank_reports_where_it_hangs(tmp_path):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(_stuck, 3, str(tmp_path), timeout=60)

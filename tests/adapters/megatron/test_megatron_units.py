@@ -113,7 +113,7 @@ def _windows(rank, world_size, sequence_parallel):
     assert sequence_parallel or len(used) > 1, used
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_recomputes_run_under_all_reduces(sequence_parallel):
     run_ranks(_windows, 2, sequence_parallel)
 
@@ -215,6 +215,6 @@ def _announcements(rank, world_size, sequence_parallel):
     assert len(hooked) == 4
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_listeners_hear_of_all_reduces(sequence_parallel):
     run_ranks(_announcements, 2, sequence_parallel)
