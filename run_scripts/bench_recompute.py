@@ -103,6 +103,7 @@ def main(
     budgets: str = "0.5,0.42,0.395",
     threads: int = 1,
     pipeline_parallel: int = typer.Option(1, help="2: two pipeline ranks with --num-layers each."),
+    saved: str = typer.Option("0.5,0.58,0.65", help="With --pipeline-parallel 2: shares of the bytes to save."),
     micro_batches: int = typer.Option(4, help="With --pipeline-parallel 2: micro-batches of a step."),
     tensor_parallel: int = typer.Option(1, help="2: two ranks share each layer, over a link of several rates."),
     ratios: str = typer.Option("0.3,1,2", help="With --tensor-parallel 2: one all-reduce over a layer's forward."),
@@ -118,8 +119,8 @@ def main(
     if pipeline_parallel not in (1, pipeline_bench.NUM_RANKS):
         raise typer.BadParameter(f"--pipeline-parallel: {pipeline_parallel}; allowed: 1 or {pipeline_bench.NUM_RANKS}.")
     if pipeline_parallel != 1:
-        saved = tuple(round(1 - float(share), 4) for share in budgets.split(","))
-        setting = pipeline_bench.Setting(hidden, heads, seq, micro_batch, num_layers, micro_batches, repeats, saved)
+        shares = tuple(float(share) for share in saved.split(","))
+        setting = pipeline_bench.Setting(hidden, heads, seq, micro_batch, num_layers, micro_batches, repeats, shares)
         pipeline_bench.main(setting, as_json=as_json)
         return
     torch.set_num_threads(threads)

@@ -50,7 +50,7 @@ def test_a_pipeline_of_two_ranks_gives_a_row_for_every_mode():
         "--micro-batches",
         "3",
     )
-    output = run(module, "--pipeline-parallel", "2", *size, "--budgets", "0.5,0.4", "--json")
+    output = run(module, "--pipeline-parallel", "2", *size, "--saved", "0.5,0.6", "--json")
     rows = {row["name"]: row for row in map(json.loads, (line for line in output.splitlines() if line[:1] == "{"))}
     assert all(set(row) >= CONTRACT for row in rows.values())
     assert {"pp2_step_full", "pp2_step_full_reentrant", "pp2_step_selective", "pp2_step_heu_0.5"} < set(rows)
