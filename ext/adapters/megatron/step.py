@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ext.adapters.megatron.grad_sync import GradSync
 from ext.adapters.megatron.layers import MegatronRngTracker, dropped, forwards_replaced, statistics_kept
-from ext.adapters.megatron.units import BoundLayer, LayerOfUnits, bound
+from ext.adapters.megatron.units import as_host, bound
 from ext.core.errors import DataError
 from ext.pipeline.actions import B, Kind
 from ext.pipeline.plan import Plan
@@ -225,7 +225,7 @@ class Step:
             recomputing=partial(statistics_kept, self.layers),
             next_backward=next_backward,
         )
-        with forwards_replaced(self.layers, [_as_host(*pair) for pair in zip(layers, stand_ins, strict=False)]):
+        with forwards_replaced(self.layers, [as_host(*pair) for pair in zip(layers, stand_ins, strict=False)]):
             yield
 
     # -- communication -------------------------------------------------------------------------------------
@@ -269,16 +269,6 @@ class Step:
         spec = self._flights[microbatch].output_spec
         assert spec is not None
         self.links.output_grads_from(self.plan.rank_of[stage + 1]).post(microbatch, (spec,))
-
-
-def _as_host(layer: BoundLayer | LayerOfUnits, stand_in: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The forward of a layer whose part a stand-in takes, which is called with hidden states alone."""
-
-    def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        layer.bind(*args, **kwargs)
-        return layer.as_host(stand_in(hidden_states))
-
-    return run
 
 
 def _intercepted(queue: WeightGradQueue, forward: Callable[..., Any]) -> Callable[..., Any]:

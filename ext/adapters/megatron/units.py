@@ -143,6 +143,16 @@ def bound(layer: nn.Module) -> BoundLayer | LayerOfUnits:
     return LayerOfUnits(layer) if has_units(layer) else BoundLayer(layer, layer.forward)
 
 
+def as_host(layer: BoundLayer | LayerOfUnits, stand_in: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The forward of a layer whose part a stand-in takes, which is called with hidden states alone."""
+
+    def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        layer.bind(*args, **kwargs)
+        return layer.as_host(stand_in(hidden_states))
+
+    return run
+
+
 _ARGUMENTS = (
     "attention_mask", "context", "context_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin",
     "rotary_pos_cos_sin", "attention_bias", "inference_context", "packed_seq_params", "sequence_len_offset",
