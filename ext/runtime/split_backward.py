@@ -35,10 +35,12 @@ class WeightGradQueue:
 
     Args:
         limit: most micro-batches whose W may be outstanding at once; the plan in use knows it.
+        note: called with every gradient that waits for W, for those who count memory.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, note: Callable[[Tensor], object] = lambda tensor: None) -> None:
         self.limit = limit
+        self._note = note
         self._jobs: dict[_Key, list[Callable[[], None]]] = {}
         self._collecting: list[Callable[[], None]] | None = None
 
@@ -77,12 +79,17 @@ class WeightGradQueue:
             jobs[index] = _nothing  # what the job holds goes as soon as it has run
             job()
 
-    def defer(self, job: Callable[[], None]) -> None:
-        """For the backward of an autograd Function: ``job`` runs in W, or now where nothing is deferred."""
+    def defer(self, job: Callable[[], None], grad: Tensor | None = None) -> None:
+        """For the backward of an autograd Function: ``job`` runs in W, or now where nothing is deferred.
+
+        ``grad`` is what the job holds beside tensors that the forward has saved.
+        """
         if self._collecting is None:
             job()
-        else:
-            self._collecting.append(job)
+            return
+        self._collecting.append(job)
+        if grad is not None:
+            self._note(grad)
 
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
@@ -174,7 +181,7 @@ class _Deferrable(torch.autograd.Function):
         # A gradient that the forward takes for itself, by torch.autograd.grad, asks for no parameter's.
         anchor = ctx.next_functions[0][0]
         if torch._C._will_engine_execute_node(anchor):
-            ctx.queue.defer(_weight_job(operation, grad.detach(), x.detach(), weight))
+            ctx.queue.defer(_weight_job(operation, grad.detach(), x.detach(), weight), grad)
         return None, None, None, x_grad, bias_grad
 
 

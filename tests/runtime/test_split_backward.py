@@ -263,6 +263,19 @@ def test_only_inputs_and_output_gradients_live_until_w():
     assert num_alive(31) == num_alive(23) == 0
 
 
+def test_gradients_that_wait_are_noted():
+    noted = []
+    queue = WeightGradQueue(1, lambda grad: noted.append(tuple(grad.shape)))
+    layer = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+    run = queue.intercepting(layer)
+    run(torch.randn(3, WIDTH)).sum().backward()
+    assert noted == []  # nothing waited
+    out = run(torch.randn(3, WIDTH))
+    with queue.deferring(0, 0):
+        out.sum().backward()
+    assert noted == [(3, WIDTH), (3, 2 * WIDTH)]
+
+
 def test_own_functions_can_defer():
     class Scale(torch.autograd.Function):
         @staticmethod

@@ -132,7 +132,7 @@ class PlanPipelineEngine(PipelineEngine):
         if self.plan.num_microbatches != self.micro_batches:
             self.resolve_again()
         self.recomputes = dict.fromkeys(self.plan.stages_of(self.stage_id), 0)
-        self._weight_grads = WeightGradQueue(self.plan.max_deferred(self.stage_id))
+        self._weight_grads = WeightGradQueue(self.plan.max_deferred(self.stage_id), self.memory.note)
         if self._units is not None:
             self._units.start_step()
         return instructions.PlanSchedule(self.plan, self.stage_id, training=True)
