@@ -144,6 +144,7 @@ def _one(case: Case, world_size: int) -> dict[str, Any]:
 
 
 def _check(by_rank: list[list[dict[str, Any]]]) -> None:
+    world_size = len(by_rank)
     for results in zip(*by_rank, strict=True):
         assert len({result["hash"] for result in results}) == 1
         for stage, result in enumerate(results):
@@ -158,7 +159,8 @@ def _check(by_rank: list[list[dict[str, Any]]]) -> None:
             assert row.total <= row.budget, (case, stage)
             # Gradients that wait for W are counted where they are; the plan knows of activations alone.
             assert row.measured <= (row.total if case.schedule == "zb_h1" else row.live), (case, stage)
-            assert tables.num_units > 0 or (stage == 1 and (case.opaque or case.schedule in KEEP_LAST)), (case, stage)
+            spared = stage == world_size - 1 and (case.squeeze[0] == 0 or case.opaque or case.schedule in KEEP_LAST)
+            assert tables.num_units > 0 or spared, (case, stage)
 
 
 def test_two_stages_under_every_schedule():
@@ -177,10 +179,14 @@ def test_two_stages_under_every_schedule():
 
 @pytest.mark.slow
 def test_three_stages_in_both_precisions():
-    common = [Case(bf16=bf16, policy=policy, num_blocks=6) for bf16 in (False, True) for policy in ("lynx_heu", OPT)]
+    common = [
+        Case(bf16=bf16, policy=policy, num_blocks=7, squeeze=(0.0, 0.35))
+        for bf16 in (False, True)
+        for policy in ("lynx_heu", OPT)
+    ]
     cases = [replace(case, schedule=name) for name in SCHEDULES[:-1] for case in common]
-    cases += [replace(case, schedule="zb_h1", squeeze=(0.0, 0.15)) for case in common]
-    cases += [Case(num_blocks=7, tied=True, gas=7), Case(num_blocks=7, opaque=True, gas=3, squeeze=(0.0, 0.3))]
+    cases += [replace(case, schedule="zb_h1", squeeze=(0.0, 0.1)) for case in common]
+    cases += [replace(common[0], tied=True, gas=7), replace(common[0], opaque=True, gas=3, squeeze=(0.0, 0.25))]
     _check(run_ranks(_against_keeping_everything, 3, cases, timeout=400))
 
 
