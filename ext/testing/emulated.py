@@ -122,14 +122,16 @@ def wait(seconds: float) -> None:
     length: the second then starts where the first has ended. Where the host has waited for anything in between, a
     message or a free core, the work starts now.
     """
-    now, computed = time.monotonic(), time.thread_time() - _queue.thread_time
-    has_waited = now - _queue.woken - computed > _IDLE
+    if seconds == 0:
+        return
+    now, thread_time = time.monotonic(), time.thread_time()
+    has_waited = now - _queue.woken - (thread_time - _queue.thread_time) > _IDLE
     starts = now if has_waited else max(_queue.ends, now - _queue.seconds)
     _queue.ends, _queue.seconds = starts + seconds, seconds
     left = _queue.ends - now
     if left > 0:
         time.sleep(left)
-    _queue.woken, _queue.thread_time = time.monotonic(), time.thread_time()
+    _queue.woken, _queue.thread_time = time.monotonic(), thread_time  # sleeping takes next to none; asking is a call
 
 
 def sharpen_timers() -> None:
