@@ -8,7 +8,7 @@ that other jobs on the machine disturb them least; with several threads they are
 and a ratio is the median over turns of mode and reference in the same turn.
 
 With ``--pipeline-parallel 2`` such layers make two stages of a real pipeline; see `recompute_bench.pipeline`. That
-takes about two minutes on two idle cores. With ``--tensor-parallel 2`` two ranks share the layers over a link, and
+takes about four minutes on two idle cores. With ``--tensor-parallel 2`` two ranks share the layers over a link, and
 recomputation runs under their all-reduces; see `tensor_parallel_bench.run`. That takes about four minutes.
 
 The default run takes under a minute on an idle core.
@@ -96,11 +96,11 @@ class Mode:
 def main(
     hidden: int = 896,
     heads: int = 14,
-    seq: int = 256,
+    seq: int = 512,
     micro_batch: int = 1,
-    num_layers: int = 3,
-    repeats: int = 4,
-    budgets: str = "0.5,0.42,0.395",
+    num_layers: int = 2,
+    repeats: int = 3,
+    budgets: str = "0.5,0.42,0.4",
     threads: int = 1,
     pipeline_parallel: int = typer.Option(1, help="2: two pipeline ranks with --num-layers each."),
     saved: str = typer.Option("0.5,0.58,0.65", help="With --pipeline-parallel 2: shares of the bytes to save."),
@@ -124,7 +124,7 @@ def main(
         pipeline_bench.main(setting, as_json=as_json)
         return
     torch.set_num_threads(threads)
-    layers = [UnitLayer(hidden, heads, dropout=0.1, seed=i) for i in range(num_layers)]
+    layers = [UnitLayer(hidden, heads, dropout=0.1, byte_masks=True, seed=i) for i in range(num_layers)]
     x = torch.randn(micro_batch, seq, hidden).requires_grad_()
     costs = profile_layer(layers[0], x, 3)
     total = costs.activation_bytes * num_layers * PLANNED_IN_FLIGHT

@@ -20,6 +20,8 @@ class UnitLayer(nn.Module):
         heads: attention heads.
         dropout: of attention probabilities and of both residual branches.
         flash: attention as one unit without stored scores; else scores, softmax, dropout and product apart.
+        byte_masks: dropout masks of one byte per element, as torch has them on CUDA; that of the attention scores, dear
+            to draw again, is a unit of its own.
         seed: of the weights.
         dtype: of the weights.
         compile_unit: applied to every unit's function, for example ``torch.compile``.
@@ -32,12 +34,14 @@ class UnitLayer(nn.Module):
         *,
         dropout: float = 0.0,
         flash: bool = False,
+        byte_masks: bool = False,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         compile_unit: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.dropout, self.flash = heads, dropout, flash
+        self.byte_masks = byte_masks and dropout > 0
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
@@ -64,7 +68,11 @@ class UnitLayer(nn.Module):
             else [
                 unit("scores", self._scores, "qkv"),
                 unit("probs", self._softmax, "scores"),
-                unit("dropped", self._drop, "probs"),
+                *(
+                    [unit("mask", self._mask, "probs"), unit("dropped", self._masked, "probs", "mask")]
+                    if self.byte_masks
+                    else [unit("dropped", self._drop, "probs")]
+                ),
                 unit("attention", self._mix, "dropped", "qkv"),
             ]
         )
@@ -104,11 +112,23 @@ class UnitLayer(nn.Module):
     def _drop(self, probs: Tensor) -> Tensor:
         return functional.dropout(probs, self.dropout, self.training)
 
+    def _mask(self, probs: Tensor) -> Tensor:
+        keep = 1 - self.dropout if self.training else 1.0
+        return torch.empty_like(probs, dtype=torch.bool).bernoulli_(keep)
+
+    def _masked(self, probs: Tensor, mask: Tensor) -> Tensor:
+        return probs * mask * (1 / (1 - self.dropout)) if self.training else probs.clone()
+
     def _mix(self, probs: Tensor, qkv: Tensor) -> Tensor:
         return (probs @ self._heads_of(qkv)[2]).transpose(1, 2).flatten(2)
 
     def _project(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return x + functional.dropout(self.proj(mixed), self.dropout, self.training)
+        return x + self._dropout(self.proj(mixed))
 
     def _contract(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        return residual + functional.dropout(self.fc2(hidden), self.dropout, self.training)
+        return residual + self._dropout(self.fc2(hidden))
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        if self.byte_masks and self.training:
+            return torch.native_dropout(x, self.dropout, True)[0]
+        return functional.dropout(x, self.dropout, self.training)

@@ -171,7 +171,7 @@ def _engine(setting: Setting, recompute: dict[str, Any], stock: str | None = Non
 
     layer = (UnitLayer,) if stock is None else (StockLayer, stock)
     specs = [
-        LayerSpec(*layer, setting.hidden, setting.heads, dropout=0.1, seed=i)
+        LayerSpec(*layer, setting.hidden, setting.heads, dropout=0.1, byte_masks=True, seed=i)
         for i in range(NUM_RANKS * setting.num_layers)
     ]
     module = PipelineModule(specs, num_stages=NUM_RANKS, loss_fn=functional.mse_loss, partition_method="uniform")
