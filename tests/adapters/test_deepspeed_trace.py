@@ -124,23 +124,27 @@ def test_trace_file_of_a_run(runs, name):
 
 def test_report_holds_the_times_of_every_stage(runs):
     _, found = runs
+    # What an emulated device does for an action may begin while its host still comes from the one before.
+    forward, input_grad, weight_grad, rerun = (
+        0.7 * seconds for seconds in (TIMES.forward, TIMES.input_grad, TIMES.weight_grad, TIMES.rerun)
+    )
     for name in ("shifted_critical_path", "zb_h1"):
         report = found[0][name]
         assert all(of_rank[name] == report for of_rank in found)
         assert report.num_steps == 3
         for stage, of_stage in enumerate(report.stages):
             times = of_stage.times
-            assert times.forward >= TIMES.forward
+            assert times.forward >= forward
             if name == "zb_h1":
                 assert (times.backward, times.recompute) == (0, 0)
-                assert times.input_grad >= TIMES.input_grad
-                assert times.weight_grad >= TIMES.weight_grad
+                assert times.input_grad >= input_grad
+                assert times.weight_grad >= weight_grad
             else:
-                assert times.backward >= TIMES.input_grad + TIMES.weight_grad
-                assert (times.recompute >= TIMES.rerun) == (stage < NUM_STAGES - 1)
+                assert times.backward >= input_grad + weight_grad
+                assert (times.recompute >= rerun) == (stage < NUM_STAGES - 1)
             assert 0 < of_stage.bubble < 1
             assert 0 < of_stage.simulated_bubble < 1
-        assert report.step_time_s > report.pipeline_time_s > M * (TIMES.forward + TIMES.input_grad + TIMES.weight_grad)
+        assert report.step_time_s > report.pipeline_time_s > M * (forward + input_grad + weight_grad)
         assert report.simulated_step_time_s - report.simulated_pipeline_time_s == pytest.approx(
             report.step_time_s - report.pipeline_time_s
         )
