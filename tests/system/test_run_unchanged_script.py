@@ -43,6 +43,7 @@ for step in range(3):
     loss = engine.train_batch(iter(data))
     if torch.distributed.get_rank() == 0:
         print(type(engine).__name__, loss.item().hex(), flush=True)
+torch.distributed.destroy_process_group()  # else threads of gloo may abort the interpreter at its end
 """
 
 
