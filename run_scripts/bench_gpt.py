@@ -10,7 +10,6 @@ and bench_memory.py measure the orders themselves. Losses are compared too: they
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -23,9 +22,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ext.core.errors import ExtError
 from ext.testing.ranks import preload, run_ranks
-from pipeline_bench.rows import Row, print_rows, row
+from pipeline_bench.rows import Row, print_rows, row, run
 
 SCHEDULES = ("1f1b", "shifted_critical_path", "auto")
 VOCABULARY, HEADS = 256, 4
@@ -176,11 +174,4 @@ def _engine(job: Job, schedule: str) -> Any:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    try:
-        app(standalone_mode=True)
-    except ExtError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(3)
+    run(main)

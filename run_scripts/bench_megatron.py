@@ -33,7 +33,7 @@ from ext.pipeline.schedule import SCHEDULES
 from ext.planner.search.search import search
 from pipeline_bench.budgets import space
 from pipeline_bench.race import MEGATRON, Outcome, race
-from pipeline_bench.rows import Row, row, show, times_as_long
+from pipeline_bench.rows import Row, row, run, show, times_as_long
 from pipeline_bench.setting import OURS, PLANNED, STOCK, Contestant, Setting, simulated_seconds
 
 DEFAULT_SCHEDULES = ("1f1b", "shifted_critical_path", "zb_h1", "auto")
@@ -128,10 +128,4 @@ def _row(name: str, measured: float | None, reference: float | None, unit: str) 
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    try:
-        app(standalone_mode=True)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(3)
+    run(main)

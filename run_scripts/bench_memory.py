@@ -14,7 +14,6 @@ each costs by itself. Other work on the machine shows in the times: the load is 
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,6 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ext.core.errors import ExtError
 from ext.pipeline.build import build_plan
 from ext.pipeline.costs import Costs
 from ext.pipeline.layout import stage_costs
@@ -39,7 +37,7 @@ from ext.planner.search.presets import fitting_presets
 from ext.planner.search.search import search
 from pipeline_bench.budgets import STASH, layer_costs, space
 from pipeline_bench.race import Outcome, race
-from pipeline_bench.rows import Row, row, show, times_as_long
+from pipeline_bench.rows import Row, row, run, show, times_as_long
 from pipeline_bench.setting import PLANNED, STOCK, Contestant, Setting
 
 MERAK = ("early_recompute", "last_no_recompute", "shifted_critical_path")
@@ -159,11 +157,4 @@ def _row(name: str, measured: float | None, reference: float | None, unit: str) 
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    try:
-        app(standalone_mode=True)
-    except ExtError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(3)
+    run(main)

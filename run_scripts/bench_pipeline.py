@@ -17,7 +17,6 @@ reported with them.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from emulated_network import NoEmulatedNetwork
 from ext.core.errors import ConfigError
 from ext.pipeline.schedule import SCHEDULES
 from pipeline_bench.race import Outcome, race
-from pipeline_bench.rows import Row, row, show, times_as_long
+from pipeline_bench.rows import Row, row, run, show, times_as_long
 from pipeline_bench.setting import DUALPIPEV, OURS, STOCK, TORCH, Contestant, Setting, simulated_seconds
 
 DEFAULT_SCHEDULES = ("1f1b", "gpipe", "early_recompute", "last_no_recompute", "shifted_critical_path", "zb_h1")
@@ -135,11 +134,4 @@ def _row(name: str, measured: float | None, reference: float | None, unit: str) 
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    try:
-        app(standalone_mode=True)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(3)
+    run(main)

@@ -6,12 +6,14 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from ext.core.errors import ExtError
 from pipeline_bench.race import Outcome
 from pipeline_bench.setting import Setting
 
@@ -64,3 +66,15 @@ def print_rows(rows: Sequence[Row], title: str, *, as_json: bool) -> None:
         cells = [form.format(entry[key]) if entry[key] is not None else "-" for key in ("measured", "reference")]
         table.add_row(entry["name"], *cells, "-" if entry["ratio"] is None else f"{entry['ratio']:.3f}")
     Console(width=150).print(table)
+
+
+def run(main: Callable[..., None]) -> None:
+    """Run a benchmark's command line; an error of ours ends it with one line and exit code 3."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    try:
+        app(standalone_mode=True)
+    except ExtError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(3)

@@ -57,8 +57,7 @@ class PlacedPipelineModule(PipelineModule):
         del self._source  # The sample is not kept.
 
     def _places_layers(self) -> bool:
-        # 'auto' takes what it can have: without a sample the layers stay where the host has them.
-        return self.placed_by.places_layers or (self.placed_by.type == AUTO and self._source[1] is not None)
+        return _places_layers(self.placed_by, self._source[1])
 
     def _partition_layers(self, method: str = "uniform") -> None:
         ds_config, sample_batch = self._source
@@ -82,8 +81,7 @@ def pipeline_module(layers: Any, *, config: Any, sample_batch: Any = None, **kwa
     """See `ext.pipeline_module`."""
     ds_config = read_ds_config(config)
     partition = partition_of(ExtConfig.from_ds_config(ds_config))
-    places = partition.places_layers or (partition.type == AUTO and sample_batch is not None)
-    if places and "partition_method" in kwargs:
+    if _places_layers(partition, sample_batch) and "partition_method" in kwargs:
         raise ConfigError(
             f"{KEY}: '{partition.type}' and partition_method={kwargs['partition_method']!r} both place the layers. "
             "Remove one of them."
@@ -94,6 +92,11 @@ def pipeline_module(layers: Any, *, config: Any, sample_batch: Any = None, **kwa
 def partition_of(config: ExtConfig | None) -> Partition:
     """The configured partition; that of the module where the config says nothing."""
     return Partition() if config is None or config.pipeline is None else config.pipeline.partition
+
+
+def _places_layers(partition: Partition, sample_batch: Any) -> bool:
+    """Whether a partition decides; 'auto' takes what it can have: without a sample the layers stay with the host."""
+    return partition.places_layers or (partition.type == AUTO and sample_batch is not None)
 
 
 def placement_problem(module: PipelineModule, config: ExtConfig) -> str | None:
