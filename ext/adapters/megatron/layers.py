@@ -56,14 +56,21 @@ def transformer_layers(model: nn.Module) -> Sequence[nn.Module]:
 
 @contextmanager
 def forwards_replaced(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """While this lasts, these run where the layers are called; modules, hooks and names stay."""
+    """While this lasts, these run where the layers are called; modules, hooks and names stay.
+
+    It nests: under the all-reduce of a layer whose forward is replaced, an earlier micro-batch's unit may replace it.
+    """
+    before = [vars(layer).get("forward") for layer in layers]
     for layer, forward in zip(layers, forwards, strict=True):
         layer.forward = forward
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
 
 
 @contextmanager

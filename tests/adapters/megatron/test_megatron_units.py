@@ -173,13 +173,14 @@ def test_units_are_the_layer():
 
 
 class _Told:
-    """Notes what it is told, and that the collective was launched by then."""
+    """Notes what it is told, and recomputes meanwhile what replaces the forwards of the layer that told it."""
 
-    def __init__(self):
-        self.events = []
+    def __init__(self, recompute):
+        self.events, self._recompute = [], recompute
 
     def forward_launched(self, work):
         self.events.append("forward")
+        self._recompute()
 
     def backward_launched(self, work):
         self.events.append("backward")
@@ -199,7 +200,12 @@ def _announcements(rank, world_size, sequence_parallel):
     layer.mlp.linear_fc2.register_forward_pre_hook(lambda *_: hooked.append(1))
     length = testing.SEQ // (world_size if sequence_parallel else 1)
     mask = torch.ones(testing.SEQ, testing.SEQ).triu(1).bool()[None, None]
-    results, told = [], _Told()
+
+    def recompute():
+        with listening(None):
+            LayerOfUnits(layer)._activate(torch.zeros(length, 2, layer.mlp.linear_fc2.weight.shape[1]))
+
+    results, told = [], _Told(recompute)
     for listener in (None, told):
         testing.seed()
         hidden = torch.randn(length, 2, testing.HIDDEN).requires_grad_()
@@ -212,7 +218,9 @@ def _announcements(rank, world_size, sequence_parallel):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert told.events == ([] if sequence_parallel else ["forward", "forward", "backward", "backward"])
     # once in its own place and once while the activation runs between the linear layers, with the listener and without
-    assert len(hooked) == 4
+    # and in every recomputation of it
+    assert len(hooked) == 4 + told.events.count("forward")
+    assert not any("forward" in vars(module) for module in layer.modules())
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
