@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ext.core.errors import DataError
-from ext.pipeline.plan import Plan, parse_orders
+from ext.pipeline.plan import Plan, parse_orders, parse_tables
 from ext.pipeline.trace import IDLE, LOAD, NAMES, OPTIMIZER, Span, StepTrace
 
 _COMMUNICATION = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
@@ -70,6 +70,7 @@ class TraceFile:
                 "layers_per_stage": list(plan.layers_per_stage),
                 "recomputed_layers": list(plan.recomputed_layers),
                 "orders": plan.to_text(),
+                **({"unit_tables": plan.tables_json()} if plan.unit_tables else {}),
             },
         }
 
@@ -228,6 +229,7 @@ def _plan_of(data: Any) -> Plan:
         orders=parse_orders(data["orders"]),
         layers_per_stage=tuple(map(int, data["layers_per_stage"])),
         recomputed_layers=tuple(map(int, data["recomputed_layers"])),
+        unit_tables=parse_tables(data.get("unit_tables", ())),
     )
     if data["source"] not in ("measured", "simulated"):
         raise ValueError(f"source is {data['source']!r}, expected 'measured' or 'simulated'")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from ext.pipeline.actions import Action, Kind, format_order, parse_order
+
+
+UnitDecisions = tuple[tuple[str, str], ...]
+"""Of one layer: pairs of a unit's name and what is done with it, see `ext.recompute.table`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,9 @@ class Plan:
         rank_of: rank of each stage, by stage.
         orders: actions of each rank, by rank, communication included.
         layers_per_stage: layers of each stage, by stage.
-        recomputed_layers: how many of these the forward drops and R (or B, I) re-runs, by stage.
+        recomputed_layers: how many of these the forward drops and R (or B, I) re-runs, by stage; with unit tables, how
+            many recompute something.
+        unit_tables: where recomputation is decided unit by unit, the decisions of every layer, by stage; else empty.
     """
 
     schedule: str
@@ -37,6 +43,7 @@ class Plan:
     orders: tuple[tuple[Action, ...], ...]
     layers_per_stage: tuple[int, ...]
     recomputed_layers: tuple[int, ...]
+    unit_tables: tuple[tuple[UnitDecisions, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -93,9 +100,15 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """Twelve hex digits that change with any action, layout or recompute count."""
+        """Twelve hex digits that change with any action, layout, recompute count or unit table."""
         text = f"{self.rank_of} {self.layers_per_stage} {self.recomputed_layers}\n{self.to_text()}"
+        if self.unit_tables:
+            text += f"\n{self.unit_tables}"
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def tables_json(self) -> list[list[dict[str, str]]]:
+        """Unit tables, by stage and layer; `parse_tables` reads them back."""
+        return [[dict(layer) for layer in stage] for stage in self.unit_tables]
 
     def to_json(self) -> Mapping[str, list[str]]:
         """Orders as in the command line's contract: rank as string -> actions without communication."""
@@ -109,3 +122,10 @@ def parse_orders(text: str) -> tuple[tuple[Action, ...], ...]:
         ScheduleError: a line holds something that is no action.
     """
     return tuple(tuple(parse_order(line.partition(":")[2])) for line in text.splitlines() if line.strip())
+
+
+def parse_tables(content: Iterable[Iterable[Mapping[str, str]]]) -> tuple[tuple[UnitDecisions, ...], ...]:
+    """The inverse of `Plan.tables_json`."""
+    return tuple(
+        tuple(tuple((str(unit), str(done)) for unit, done in layer.items()) for layer in stage) for stage in content
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ext.core.errors import ConfigError, ExtError
 from ext.pipeline.actions import format_order, parse_order
 from ext.pipeline.build import plan_of_orders
 from ext.pipeline.costs import Costs
-from ext.pipeline.plan import Plan
+from ext.pipeline.plan import Plan, parse_tables
 
 FORMAT = 1
 _COUNTS = ("rank_of", "layers_per_stage", "recomputed_layers")
@@ -37,6 +37,7 @@ def write_plan(path: Path, plan: Plan, *, costs: Costs | None = None, notes: Map
         "num_microbatches": plan.num_microbatches,
         **{key: list(getattr(plan, key)) for key in _COUNTS},
         "orders": {str(rank): format_order(plan.compute_order(rank)) for rank in range(plan.num_ranks)},
+        **({"unit_tables": plan.tables_json()} if plan.unit_tables else {}),
         "costs": None if costs is None else _costs_json(costs),
         **(notes or {}),
     }
@@ -53,10 +54,7 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         ConfigError: the file cannot be read or holds no plan, an order is wrong, or its hash is that of another plan.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no plan can be read: {error}. Give a file that `auto` wrote.") from error
+    content = read_content(path)
     problems = _problems(content)
     if problems:
         raise ConfigError(*(f"{path}: {problem}" for problem in problems))
@@ -70,14 +68,27 @@ def read_plan(path: str | Path) -> Plan:
             layers_per_stage=content["layers_per_stage"],
             recomputed_layers=content["recomputed_layers"],
         )
+        plan = replace(plan, unit_tables=parse_tables(content.get("unit_tables", ())))
     except ExtError as error:
         raise ConfigError(f"{path}: {error}") from error
     if content.get("hash", plan.hash) != plan.hash:
         raise ConfigError(
-            f"{path}: its hash is {content['hash']}, its orders and layers give {plan.hash}; it was changed by hand. "
+            f"{path}: its hash is {content['hash']}, its orders, layers and tables give {plan.hash}; it was changed by hand. "
             "Remove 'hash' to run it as it is."
         )
     return plan
+
+
+def read_content(path: str | Path) -> Any:
+    """What a plan's file holds, notes included, as it stands there.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no plan can be read: {error}. Give a file that `auto` wrote.") from error
 
 
 def _costs_json(costs: Costs) -> dict[str, Any]:
@@ -118,7 +129,22 @@ def _problems(content: Any) -> list[str]:
     for stage, (held, again) in enumerate(zip(content["layers_per_stage"], content["recomputed_layers"], strict=False)):
         if held < 1 or again > held:
             problems.append(f"stage {stage} recomputes {again} of {held} layers; give at least 1 layer, and 0 to all.")
-    return problems
+    return problems + _table_problems(content.get("unit_tables"), content["layers_per_stage"])
+
+
+def _table_problems(tables: Any, layers: list[int]) -> list[str]:
+    """What is wrong with the shape of unit tables, where there are any."""
+    if tables is None:
+        return []
+    counts = [len(stage) if isinstance(stage, list) else None for stage in tables] if isinstance(tables, list) else None
+    if counts != layers:
+        return [f"unit_tables: for {counts} layers by stage, the plan has {layers}; give one object per layer."]
+    return [
+        f"unit_tables: found {table!r} on stage {stage}; give an object of unit -> decision."
+        for stage, of_stage in enumerate(tables)
+        for table in of_stage
+        if not isinstance(table, dict) or not all(isinstance(done, str) for done in table.values())
+    ]
 
 
 def _is_count(value: Any, *, least: int) -> bool:

@@ -22,15 +22,21 @@ NUM_POSTED = DEFAULT_LOOKAHEAD + 1
 
 @dataclass(frozen=True)
 class StageModel:
-    """What one stage costs, by how many of its recomputable layers it recomputes.
+    """What one stage costs, by choice of what it recomputes: mostly, how many of its recomputable layers.
 
     Attributes:
-        costs: by number of recomputed layers, from 0 to all that can be.
+        costs: by choice, from recomputing nothing to all that can be.
         fixed: what the stage holds beside activations, in their unit: states, buffers, passing temporaries.
+        recomputed: by choice, how many layers recompute something; where empty, the choice is that number.
     """
 
     costs: tuple[StageCosts, ...]
     fixed: float = 0.0
+    recomputed: tuple[int, ...] = ()
+
+    def num_recomputed(self, choice: int) -> int:
+        """Layers that recompute something."""
+        return self.recomputed[choice] if self.recomputed else choice
 
 
 def equal_layers(layer: LayerCosts, num_layers: int, *, may_recompute: bool = True) -> StageModel:

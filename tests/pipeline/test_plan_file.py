@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,21 @@ def test_a_recompute_stays_where_it_was_and_not_just_before_its_backward(tmp_pat
     assert [str(action) for action in schedule.order(0)] == ["0F0", "0F1", "0I0", "0W0", "0B1"]
 
 
+def test_unit_tables_stand_in_the_file_by_name(tmp_path):
+    path, whole = tmp_path / "plan.json", plan_of("1f1b", 2, 2, recomputed=(1, 0))
+    kept: tuple = ((),) * 4
+    plan = replace(whole, unit_tables=(((("norm", "P"), ("act", "C")), *kept[1:]), kept))
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+    assert plan.hash != whole.hash
+    content = json.loads(path.read_text())
+    assert content["unit_tables"][0][0] == {"norm": "P", "act": "C"}
+    content["unit_tables"][0][0]["norm"] = "C"
+    path.write_text(json.dumps(content))
+    (problem,) = problems(path)
+    assert "it was changed by hand" in problem
+
+
 def edited(tmp_path, **changes):
     path = tmp_path / "plan.json"
     write_plan(path, plan_of("1f1b", 2, 2))
@@ -104,6 +120,10 @@ GOOD = {"0": "0F0 0F1 0B0 0B1", "1": "1F0 1B0 1F1 1B1"}
         ({"orders": {**GOOD, "0": "0F0 0F1 0R0 0B0 0B1"}}, "has nothing to recompute"),
         ({"orders": {**GOOD, "0": "0F0 0SEND_F0 0F1 0B0 0B1"}}, "communicates on rank 0"),
         ({"layers_per_stage": [3, 5]}, "it was changed by hand"),
+        ({"unit_tables": {}}, "unit_tables: for None layers by stage, the plan has [4, 4]"),
+        ({"unit_tables": [[{}] * 4, 7]}, "unit_tables: for [4, None] layers by stage"),
+        ({"unit_tables": [[{}] * 4, [{}] * 3]}, "unit_tables: for [4, 3] layers by stage"),
+        ({"unit_tables": [[{}] * 4, [{}, {}, {}, {"norm": 1}]]}, "unit_tables: found {'norm': 1} on stage 1"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, changes, text):

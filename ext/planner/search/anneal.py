@@ -160,7 +160,8 @@ class Annealer:
         if pick < 0.3 and self._space.moves_layers:
             return Candidate(self._move_layer(layers, recomputed, rank), knobs)
         if pick < 0.6 and self._space.recompute == "open":
-            count = max(0, min(layers[rank], recomputed[rank] + self._random.choice((-1, 1))))
+            most = layers[rank] if self._space.moves_layers else len(self._space.model(rank, layers).costs) - 1
+            count = max(0, min(most, recomputed[rank] + self._random.choice((-1, 1))))
             return Candidate(Layout(layers, _with(recomputed, rank, count)), knobs)
         return Candidate(candidate.layout, self._turn_knob(knobs, rank))
 
@@ -191,7 +192,8 @@ class Annealer:
             chosen = max(0, min(most, knobs.deferred[rank] + step))
             return knobs._replace(deferred=_with(knobs.deferred, rank, chosen))
         if pick < 0.88:
-            chosen = max(0, min(MAX_EARLY, knobs.early[rank] + step))
+            most = MAX_EARLY if self._space.recomputes_early else 0
+            chosen = max(0, min(most, knobs.early[rank] + step))
             return knobs._replace(early=_with(knobs.early, rank, chosen))
         return knobs._replace(recompute_first=_with(knobs.recompute_first, rank, not knobs.recompute_first[rank]))
 

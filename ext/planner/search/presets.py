@@ -48,6 +48,8 @@ def fitting_presets(space: Space, deadline: float = math.inf) -> dict[str, Prese
             continue  # not with so few micro-batches
         if schedule.splits_backward and not space.splits_backward:
             continue
+        if not space.recomputes_early and any(map(schedule.early_recomputes, range(space.num_ranks))):
+            continue
         timed: list[Preset] = []
         for variant in _variants(schedule, space):
             if timed and time.monotonic() > deadline:

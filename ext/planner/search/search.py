@@ -146,7 +146,7 @@ def _choose(space: Space, presets: dict[str, Preset], found: Found, tolerance: f
         source = PLAIN
     else:
         source = next((name for name, p in presets.items() if p.step_time <= best_time * _SAME), SEARCHED)
-    plan, layout = _plan(space, found) if source == SEARCHED else _preset_plan(presets[source])
+    plan, layout = _plan(space, found) if source == SEARCHED else _preset_plan(space, presets[source])
     costs = space.costs(layout)
     return Chosen(
         plan=plan,
@@ -174,12 +174,12 @@ def _plan(space: Space, found: Found) -> tuple[Plan, Layout]:
         rank_of=range(space.num_ranks),
         num_microbatches=space.num_microbatches,
         layers_per_stage=layout.layers,
-        recomputed_layers=layout.recomputed,
+        recomputed_layers=space.recomputed_layers(layout),
     )
     return plan, layout
 
 
-def _preset_plan(preset: Preset) -> tuple[Plan, Layout]:
+def _preset_plan(space: Space, preset: Preset) -> tuple[Plan, Layout]:
     layout = preset.layout
-    plan = build_plan(preset.schedule, layers_per_stage=layout.layers, recomputed_layers=layout.recomputed)
-    return plan, layout
+    recomputed = space.recomputed_layers(layout)
+    return build_plan(preset.schedule, layers_per_stage=layout.layers, recomputed_layers=recomputed), layout

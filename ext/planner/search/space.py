@@ -18,7 +18,7 @@ Models = Callable[[int, int, int], StageModel]
 
 
 class Layout(NamedTuple):
-    """Layers of each stage, and how many of them are recomputed, by stage."""
+    """Layers of each stage, and how many of them are recomputed, by stage: the choice of its `StageModel`."""
 
     layers: tuple[int, ...]
     recomputed: tuple[int, ...]
@@ -59,6 +59,7 @@ class Space:
         moves_layers: whether layers may go to other stages.
         recompute: which layers are recomputed; `open` leaves it to the search, a list by stage needs layers that stay.
         splits_backward: whether weight gradients can wait for an action of their own.
+        recomputes_early: whether R may stand as an action of its own.
         num_devices: that all ranks share, as CPU ranks share the cores of a machine; infinite where each has its own.
     """
 
@@ -71,6 +72,7 @@ class Space:
     moves_layers: bool = True
     recompute: Literal["open", "none", "all"] | tuple[int, ...] = "open"
     splits_backward: bool = True
+    recomputes_early: bool = True
     num_devices: float = math.inf
     _stages: dict[tuple[int, int, int, int], StageNumbers | None] = field(default_factory=dict, repr=False)
 
@@ -94,6 +96,12 @@ class Space:
         if self.recompute == "none":
             return (0,) * self.num_ranks
         return self.most_recomputed(layers) if self.recompute == "all" else self.recompute
+
+    def recomputed_layers(self, layout: Layout) -> tuple[int, ...]:
+        """How many layers of each stage recompute something."""
+        return tuple(
+            self.model(rank, layout.layers).num_recomputed(choice) for rank, choice in enumerate(layout.recomputed)
+        )
 
     def costs(self, layout: Layout) -> Costs:
         """Of all stages, for the simulator."""

@@ -19,7 +19,8 @@ _SLOWEST = 3
 def plain_knobs(space: Space) -> Knobs:
     """As many forwards as memory allows, one deferred W where there is any, one early R."""
     p = space.num_ranks
-    return Knobs((space.num_microbatches,) * p, (int(space.splits_backward),) * p, (1,) * p, (True,) * p)
+    early = int(space.recomputes_early)
+    return Knobs((space.num_microbatches,) * p, (int(space.splits_backward),) * p, (early,) * p, (True,) * p)
 
 
 def starts(space: Space, layouts: Iterable[Layout]) -> Iterator[tuple[Layout, Knobs]]:
