@@ -9,7 +9,6 @@ from functools import cached_property
 
 from ext.pipeline.actions import Action, Kind, format_order, parse_order
 
-
 UnitDecisions = tuple[tuple[str, str], ...]
 """Of one layer: pairs of a unit's name and what is done with it, see `ext.recompute.table`."""
 

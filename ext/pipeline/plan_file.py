@@ -73,8 +73,8 @@ def read_plan(path: str | Path) -> Plan:
         raise ConfigError(f"{path}: {error}") from error
     if content.get("hash", plan.hash) != plan.hash:
         raise ConfigError(
-            f"{path}: its hash is {content['hash']}, its orders, layers and tables give {plan.hash}; it was changed by hand. "
-            "Remove 'hash' to run it as it is."
+            f"{path}: its hash is {content['hash']}, its orders, layers and tables give {plan.hash}; it was changed by "
+            "hand. Remove 'hash' to run it as it is."
         )
     return plan
 
