@@ -10,6 +10,21 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True)
+class Deferral:
+    """What a layer holds where its backward is split into I and W.
+
+    Attributes:
+        waiting: positions, in the layer's storages, of inputs and outputs that its W needs.
+        bytes: of all else that its W needs: what the forward saved within the layer, gradients of outputs.
+        growth: most bytes that its I holds at any one time beyond what the forward saved.
+    """
+
+    waiting: tuple[int, ...]
+    bytes: int
+    growth: int = 0
+
+
+@dataclass(frozen=True)
 class LayerProfile:
     """One layer, measured or from a formula. Equal layers may share one profile.
 
@@ -26,6 +41,7 @@ class LayerProfile:
         trained, frozen: number of its parameters with and without a gradient; a tied layer counts its copy.
         tied: (name, number) of trained parameters that it shares with other layers; a stage holds them once.
         recomputable: whether its activations can be dropped.
+        deferral: what waits for its W; None where that is not known.
     """
 
     name: str
@@ -42,6 +58,7 @@ class LayerProfile:
     frozen: int = 0
     tied: tuple[tuple[str, int], ...] = ()
     recomputable: bool = True
+    deferral: Deferral | None = None
 
     def bytes_of(self, positions: tuple[int, ...]) -> int:
         """Bytes of several storages, each counted once."""

@@ -6,6 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class SplitMemory:
+    """What a stage holds for a micro-batch whose backward is split into I and W, in the unit of its activations.
+
+    Attributes:
+        waiting: from the end of I to the end of W: inputs of the weights' operations, gradients of their outputs.
+        growth: most that an I holds at any one time beyond what it found, where nothing is recomputed inside it.
+        working_set: the same where the recompute runs inside it.
+    """
+
+    waiting: float
+    growth: float
+    working_set: float
+
+
+@dataclass(frozen=True)
 class StageCosts:
     """Times and activation sizes of one stage for one micro-batch, in any one unit of time and of memory.
 
@@ -19,6 +34,7 @@ class StageCosts:
         stash: what is kept in place of the dropped part (the inputs of the dropped layers).
         working_set: what a recompute inside B holds at any one time (one layer, or ``dropped`` if less).
         message: size of the activations sent to the next stage, in the unit of the link's bandwidth.
+        split: what I and W hold; None where that is not known.
     """
 
     forward: float
@@ -30,6 +46,12 @@ class StageCosts:
     stash: float = 0.0
     working_set: float = 0.0
     message: float = 0.0
+    split: SplitMemory | None = None
+
+    @property
+    def split_memory(self) -> SplitMemory:
+        """What I and W hold; where that is not known, a deferred W keeps every activation."""
+        return self.split or SplitMemory(self.activations, growth=0.0, working_set=self.dropped)
 
 
 @dataclass(frozen=True)

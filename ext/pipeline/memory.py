@@ -17,24 +17,31 @@ class Load(NamedTuple):
     """What a rank with one stage holds at some moment, counted in micro-batches.
 
     Attributes:
-        kept: those that hold what the forward does not drop.
-        stash: those that hold what stays in place of the dropped part.
-        recomputed: those whose dropped part has been brought back.
-        working: 1 within a backward that recomputes inside, else 0.
+        kept: those that hold what the forward leaves: all that it does not drop, and the stash.
+        recomputed: those of them whose dropped part has been brought back.
+        working: 1 within a B that recomputes inside, else 0.
+        waiting: those between I and W.
+        splitting: 1 within an I that recomputes inside, else 0.
+        growing: 1 within any other I, else 0.
     """
 
     kept: int
-    stash: int
-    recomputed: int
-    working: int
+    recomputed: int = 0
+    working: int = 0
+    waiting: int = 0
+    splitting: int = 0
+    growing: int = 0
 
     def size(self, stage: StageCosts) -> float:
         """In the unit of the stage's activations."""
+        split = stage.split_memory
         return (
-            self.kept * (stage.activations - stage.dropped)
-            + self.stash * stage.stash
+            self.kept * (stage.activations - stage.dropped + stage.stash)
             + self.recomputed * stage.dropped
             + self.working * stage.working_set
+            + self.waiting * split.waiting
+            + self.splitting * split.working_set
+            + self.growing * split.growth
         )
 
 
@@ -45,20 +52,20 @@ def heaviest_loads(order: Iterable[Action]) -> tuple[Load, ...]:
     """
     actions = [action for action in order if action.kind.is_compute]
     early = {action.microbatch for action in actions if action.kind is R}
-    kept = stash = recomputed = 0
+    kept = recomputed = waiting = 0
     moments: set[Load] = set()
     for kind, microbatch in ((action.kind, action.microbatch) for action in actions):
         inline = kind in (B, I) and microbatch not in early
         if kind is F:
-            kept, stash = kept + 1, stash + 1
-        elif kind is R or (kind is I and inline):
+            kept += 1
+        elif kind is R:
             recomputed += 1
-        moments.add(Load(kept, stash, recomputed, int(kind is B and inline)))
+        working, splitting, growing = kind is B and inline, kind is I and inline, kind is I and not inline
+        moments.add(Load(kept, recomputed, int(working), waiting, int(splitting), int(growing)))
         if kind in (B, I):
-            stash -= 1
-        if kind in (B, W):
             kept -= 1
-            recomputed -= not (kind is B and inline)
+            recomputed -= not inline
+        waiting += (kind is I) - (kind is W)
     return tuple(sorted(load for load in moments if not any(_covers(other, load) for other in moments)))
 
 
@@ -68,8 +75,8 @@ def peak(loads: Iterable[Load], stage: StageCosts) -> float:
 
 
 def in_flight(loads: Iterable[Load]) -> int:
-    """Most micro-batches that hold activations at once."""
-    return max(load.kept for load in loads)
+    """Most micro-batches that hold activations at once, be it for their W."""
+    return max(load.kept + load.waiting for load in loads)
 
 
 def _covers(one: Load, other: Load) -> bool:

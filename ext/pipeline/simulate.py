@@ -8,13 +8,13 @@ delays the sender. Recomputation counts as busy time. All figures are in the uni
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from ext.core.errors import ScheduleError
 from ext.pipeline.actions import Action, B, F, R, W
-from ext.pipeline.costs import Costs
+from ext.pipeline.costs import Costs, StageCosts
 from ext.pipeline.plan import Plan
 from ext.pipeline.timing import NEVER, OrderCosts
 
@@ -47,8 +47,8 @@ class Simulation:
         recompute: part of ``busy`` that is recomputation, by rank.
         peak_activations: most activations held at once, by rank. F adds what it keeps at its start, R the
             dropped part at its start; a B with the recompute inside holds the working set while it runs and frees
-            the micro-batch at its end; an I with the recompute inside adds the dropped part at its start; I frees
-            the stash at its end, W the rest at its end.
+            the micro-batch at its end; an I holds more while it runs, as `SplitMemory` has it, and leaves at its end
+            what W frees at its own. Without a `SplitMemory` that is the dropped part, and all but the stash.
         peak_in_flight: most micro-batches that have started F and not ended B or W at once, by rank.
     """
 
@@ -128,7 +128,7 @@ def _peak_in_flight(order: tuple[Action, ...]) -> int:
 def _check_costs(plan: Plan, costs: Costs) -> None:
     if len(costs.stages) != plan.num_stages:
         raise ValueError(f"costs are of {len(costs.stages)} stages, the plan has {plan.num_stages}")
-    numbers = [costs.latency, *(value for stage in costs.stages for value in asdict(stage).values())]
+    numbers = [costs.latency, *(value for stage in costs.stages for value in _numbers(stage))]
     if not all(0 <= value < math.inf for value in numbers) or not costs.bandwidth > 0:
         raise ValueError(f"costs must be finite and at least 0, the bandwidth above 0: {costs}")
     if not any(stage.forward or stage.input_grad or stage.weight_grad for stage in costs.stages):
@@ -136,3 +136,8 @@ def _check_costs(plan: Plan, costs: Costs) -> None:
     for stage, cost in enumerate(costs.stages):
         if plan.recomputed_layers[stage] == 0 and (cost.recompute or cost.dropped):
             raise ValueError(f"costs recompute on stage {stage}, where the plan keeps all activations")
+
+
+def _numbers(stage: StageCosts) -> tuple[float, ...]:
+    *numbers, _ = astuple(stage)
+    return *numbers, *astuple(stage.split_memory)

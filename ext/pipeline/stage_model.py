@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ext.cost.profile import LayerProfile, parameters_of
+from ext.cost.profile import Deferral, LayerProfile, parameters_of
 from ext.cost.states import StateBytes, States
-from ext.pipeline.costs import StageCosts
+from ext.pipeline.costs import SplitMemory, StageCosts
 from ext.pipeline.layout import LayerCosts
 from ext.pipeline.passes import DEFAULT_LOOKAHEAD, MAX_UNFINISHED_SENDS
 
@@ -83,8 +83,10 @@ class Stage:
         self._sizes: list[int] = []
         self._inputs: list[Storages] = []
         self._saved: list[Storages] = []
+        self._waiting: list[Storages] = []
+        self._deferrals = [_deferral(layer) for layer in layers]
         carried: list[int] = []
-        for layer in layers:
+        for layer, deferral in zip(layers, self._deferrals, strict=True):
             number = dict(zip(layer.inputs, carried, strict=False))
             for position, size in enumerate(layer.storages):
                 if position not in number:
@@ -92,6 +94,7 @@ class Stage:
                     self._sizes.append(size)
             self._inputs.append(frozenset(number[i] for i in layer.inputs))
             self._saved.append(frozenset(number[i] for i in layer.saved))
+            self._waiting.append(frozenset(number[i] for i in deferral.waiting))
             carried = [number[i] for i in layer.outputs]
         self._outputs: Storages = frozenset() if is_last else frozenset(carried)
 
@@ -119,11 +122,24 @@ class Stage:
     @property
     def loss_bytes(self) -> int:
         """Bytes that the layers behind the last recomputable one hold per micro-batch, on the last stage."""
+        return self._behind_the_last(self._saved)
+
+    @property
+    def waiting_loss_bytes(self) -> int:
+        """Bytes of these layers that wait for W."""
+        first = self._first_of_loss
+        return self._behind_the_last(self._waiting) + sum(d.bytes for d in self._deferrals[first:] if self.is_last)
+
+    @property
+    def _first_of_loss(self) -> int:
+        return self.recomputable[-1] + 1 if self.recomputable else 0
+
+    def _behind_the_last(self, held: Sequence[Storages]) -> int:
         if not self.is_last:
             return 0
-        first = self.recomputable[-1] + 1 if self.recomputable else 0
-        before = frozenset[int]().union(*self._saved[:first])
-        return self._bytes(frozenset[int]().union(*self._saved[first:]) - before)
+        first = self._first_of_loss
+        before = frozenset[int]().union(*held[:first])
+        return self._bytes(frozenset[int]().union(*held[first:]) - before)
 
     def costs(self, num_recomputed: int) -> StageCosts:
         """Seconds and bytes where the first ``num_recomputed`` recomputable layers are recomputed."""
@@ -139,8 +155,9 @@ class Stage:
             activations=everything,
             dropped=brought_back,
             stash=kept - everything + brought_back,
-            working_set=self._working_set(dropped),
+            working_set=self._most_beyond(dropped, reruns=True),
             message=self.output_bytes,
+            split=self._split(dropped),
         )
 
     def model(self, fixed: float = 0.0, *, may_recompute: bool = True) -> StageModel:
@@ -159,21 +176,44 @@ class Stage:
             return self.input_bytes + self._bytes(held)
         return self._bytes(held.union(*self._inputs[:1]))
 
-    def _working_set(self, dropped: Sequence[int]) -> int:
-        """Bytes that a backward with the recompute inside holds beyond those it found.
+    def _split(self, dropped: Sequence[int]) -> SplitMemory | None:
+        if all(layer.deferral is None for layer in self.layers):
+            return None
+        held = self._held(dropped)
+        shared = frozenset[int]().union(*(waiting & kept for waiting, kept in zip(self._waiting, held, strict=True)))
+        return SplitMemory(
+            waiting=self._bytes(shared) + sum(self._left_apart(i, held[i]) for i in range(len(held))),
+            growth=self._most_beyond(dropped, splits=True),
+            working_set=self._most_beyond(dropped, reruns=True, splits=True),
+        )
 
-        The backward frees layer after layer from the last one on, so most of what a recomputed layer brings back
-        takes the place of what the layers behind it have freed.
+    def _most_beyond(self, dropped: Sequence[int], *, reruns: bool = False, splits: bool = False) -> int:
+        """Most bytes that a backward holds at any one time beyond those it found.
+
+        It frees layer after layer from the last one on, so most of what a recomputed layer brings back, and of what
+        is left for W, takes the place of what the layers behind it have freed.
+
+        Args:
+            dropped: layers that are recomputed.
+            reruns: whether inside of the backward; else they have been before.
+            splits: whether it leaves the weight gradients to W.
         """
         held = self._held(dropped)
         holders = Counter(storage for storages in (*held, self._outputs) for storage in storages)
         now = most = 0
         for i in reversed(range(len(held))):
-            if i in dropped:
-                most = max(most, now + self._bytes(self._saved[i] - self._inputs[i]))
-            holders.subtract(held[i])
-            now -= self._bytes(storage for storage in held[i] if not holders[storage])
-        return most
+            back = self._bytes(self._saved[i] - held[i]) if i in dropped else 0
+            now += back if reruns else 0
+            most = max(most, now + (self._deferrals[i].growth if splits else 0))
+            now += (self._left_apart(i, held[i]) if splits else 0) - back
+            freed = held[i] - self._waiting[i] if splits else held[i]
+            holders.subtract(freed)
+            now -= self._bytes(storage for storage in freed if not holders[storage])
+        return max(most, now)
+
+    def _left_apart(self, i: int, held: Storages) -> int:
+        """Bytes that I leaves for the W of a layer beside what the forward holds for it."""
+        return self._bytes(self._waiting[i] - held) + self._deferrals[i].bytes
 
     def _bytes(self, storages: Iterable[int]) -> int:
         return sum(self._sizes[storage] for storage in storages)
@@ -216,3 +256,8 @@ class PipelineProfile:
             stage.model(self.fixed(index), may_recompute=may_recompute(index))
             for index, stage in enumerate(self.stages)
         ]
+
+
+def _deferral(layer: LayerProfile) -> Deferral:
+    """Where it is not known what waits for W, everything does."""
+    return layer.deferral or Deferral(layer.saved, 0)

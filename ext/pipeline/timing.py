@@ -29,7 +29,7 @@ class OrderCosts:
         delay: time between the end of the awaited action and the arrival of its message, by code.
         adds: size that an action adds at its start, by code.
         holds: size that it holds only while it runs, by code.
-        frees: size that it frees at its end, by code.
+        frees: size that it frees at its end, by code; below 0 where it leaves more than it found.
     """
 
     def __init__(self, costs: Costs, rank_of: tuple[int, ...], num_microbatches: int) -> None:
@@ -122,19 +122,18 @@ def _duration(stage: StageCosts, kind: Kind, inline: bool) -> float:
 def _sizes(stage: StageCosts, kind: Kind, inline: bool) -> tuple[float, float, float]:
     """What an action adds at its start, holds while it runs, and frees at its end.
 
-    F keeps what it does not drop, and the stash. R brings the dropped part back, as does an I with the recompute
-    inside; a B with the recompute inside never holds more of it than the working set. I frees the stash, and W or
-    B all that is left: a deferred W keeps every activation of its micro-batch.
+    F keeps what it does not drop, and the stash. R brings the dropped part back; a B with the recompute inside never
+    holds more of it than the working set. I leaves what its W needs, which W frees; B frees all.
     """
     kept = stage.activations - stage.dropped + stage.stash
+    split = stage.split_memory
     if kind is F:
         return kept, 0.0, 0.0
     if kind is R:
         return stage.dropped, 0.0, 0.0
     if kind is W:
-        return 0.0, 0.0, stage.activations
+        return 0.0, 0.0, split.waiting
+    found = kept if inline else kept + stage.dropped
     if kind is I:
-        return (stage.dropped if inline else 0.0), 0.0, stage.stash
-    if inline:
-        return 0.0, stage.working_set, kept
-    return 0.0, 0.0, kept + stage.dropped
+        return 0.0, (split.working_set if inline else split.growth), found - split.waiting
+    return 0.0, (stage.working_set if inline else 0.0), found

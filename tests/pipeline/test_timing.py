@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ext.pipeline.actions import COMPUTE_KINDS, Action, B, F, I, R, parse_order
+from ext.pipeline.actions import COMPUTE_KINDS, Action, B, F, I, R, W, parse_order
 from ext.pipeline.build import build_plan, full_recompute
 from ext.pipeline.codes import ActionCodes, action_codes
-from ext.pipeline.costs import Costs, StageCosts
+from ext.pipeline.costs import Costs, SplitMemory, StageCosts
 from ext.pipeline.plan import PipelineShape
 from ext.pipeline.schedule import SCHEDULES
 from ext.pipeline.simulate import simulate
@@ -59,8 +60,22 @@ def test_durations_and_sizes_by_operation():
     assert of(B) == (6, 0, 0, kept + 6)
     assert of(B, inline=True) == (14, 0, 2, kept)
     assert of(I) == (2, 0, 0, 1)
-    assert of(I, inline=True) == (10, 6, 0, 1)
-    assert of(parse_order("0W0")[0].kind) == (4, 0, 0, 10)
+    assert of(I, inline=True) == (10, 0, 6, kept - 10)
+    assert of(W) == (4, 0, 0, 10)
+
+
+def test_sizes_where_it_is_known_what_waits():
+    stage = replace(STAGE, split=SplitMemory(waiting=12, growth=3, working_set=5))
+    model = OrderCosts(Costs((stage,)), (0,), 1)
+
+    def of(kind, inline=False):
+        number = model.codes.code(Action(0, kind, 0), inline)
+        return model.adds[number], model.holds[number], model.frees[number]
+
+    assert of(I) == (0, 3, 11 - 12)
+    assert of(I, inline=True) == (0, 5, 5 - 12)
+    assert of(W) == (0, 0, 12)
+    assert of(B, inline=True) == (0, 2, 5)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if SCHEDULES.get(name).has_rule])
