@@ -21,6 +21,7 @@ pytestmark = pytest.mark.dist
 
 VOCAB, SEQUENCE, GAS = 61, 8, 4  # an odd vocabulary: the last rank has a row more than it has tokens
 CLIP = 0.05
+SLACK = 2048  # bytes by which two profiles may differ: threads of collectives let go of tensors when they like
 SCHEDULES = ("1f1b", "early_recompute", "shifted_critical_path", "zb_h1")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -186,7 +187,8 @@ def units_differ(num_stages):
     reference, found, used = _step(plain), [], set()
     last = 0.15 if num_stages == 1 else 0.0  # a stage with one micro-batch in flight has little to give
     shares = [0.3 if row.in_flight > 1 else last for row in ext.memory_report(plain)]
-    budget = [(r.total - s * r.activations) / 2**30 for r, s in zip(ext.memory_report(plain), shares, strict=True)]
+    rows = ext.memory_report(plain)
+    budget = [(row.total - share * row.activations + SLACK) / 2**30 for row, share in zip(rows, shares, strict=True)]
     # On a link so slow that every recompute fits under an all-reduce.
     profile._AllReduceProbe.all_reduces = lambda self: AllReduces(1.0, 1.0, 1.0, 1.0) if self._forward else None
     for policy in ("lynx_heu", "lynx_opt"):

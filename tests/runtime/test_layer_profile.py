@@ -165,6 +165,25 @@ def test_times_parameters_and_what_passes():
     assert profile.transient == 4 * (32 * 256 + 32 * 64 + 64 * 256)
 
 
+class LetsGoLate(nn.Linear):
+    """Holds a tensor beyond its forward, as a collective's thread may; not in the second call."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        self.held = x * 2 if self.calls != 2 else None
+        return super().forward(x)
+
+
+def test_what_another_thread_holds_for_a_moment_does_not_count():
+    found = []
+    for layer in (nn.Linear(64, 256), LetsGoLate(64, 256)):
+        profiled = ProfiledLayer(layer, "layer", recomputable=True)
+        with torch.no_grad():
+            profiled(torch.randn(32, 64, requires_grad=True))
+        found.append(profiled.profile.transient)
+    assert found[0] == found[1]
+
+
 def test_a_frozen_layer_behind_no_gradient_has_no_backward():
     layer = nn.Linear(8, 8).requires_grad_(False)
     profiled = ProfiledLayer(layer, "Linear", recomputable=True)
