@@ -11,7 +11,7 @@ import pytest
 
 from ext.core.errors import InfeasibleError
 from ext.pipeline.actions import Kind
-from ext.pipeline.costs import StageCosts
+from ext.pipeline.costs import SplitMemory, StageCosts
 from ext.pipeline.layout import LayerCosts
 from ext.pipeline.simulate import simulate
 from ext.pipeline.stage_model import StageModel
@@ -214,6 +214,28 @@ def test_the_list_scheduler_times_as_the_simulator_does():
             )
             for used in (knobs, bent):
                 _check_listed(space, layout, stages, used)
+
+
+def test_orders_keep_the_budget_where_w_needs_less_or_more_than_the_forward_keeps():
+    draw = random.Random(2)
+    for number in range(60):
+        base = random_case(number)
+        factor = draw.choice((0.4, 0.8, 1.3))
+
+        def split(costs: StageCosts, factor: float = factor) -> StageCosts:
+            waiting, kept = factor * costs.activations, costs.activations - costs.dropped + costs.stash
+            inside = max(costs.working_set, waiting - kept)
+            return replace(costs, split=SplitMemory(waiting, 0.35 * costs.activations, inside))
+
+        def known(*key: int, base: Space = base) -> StageModel:
+            model = base.models(*key)
+            return StageModel(tuple(map(split, model.costs)), model.fixed)
+
+        space = replace(base, models=known, _stages={})
+        for layout, knobs in starts(space, ()):
+            stages = space.stages(layout)
+            if stages is not None:
+                _check_listed(space, layout, stages, knobs._replace(deferred=(3,) * space.num_ranks))
 
 
 def _check_listed(space: Space, layout: Layout, stages, knobs: Knobs) -> None:

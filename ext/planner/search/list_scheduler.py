@@ -121,21 +121,23 @@ def list_schedule(
             if idle_left[rank] <= 0.0:
                 return Listed(inf, None, num_actions)
         by = now + epsilon
-        forward, input_grad, weight_grad, recompute, kept, dropped, working, whole, stash, room, _ = stages[rank]
+        (
+            forward, input_grad, weight_grad, recompute, kept, dropped, working, waits, growth, split_working, room, _
+        ) = stages[rank]  # fmt: skip
         f, b, mine, queue = num_f[rank], num_b[rank], held[rank], waiting[rank]
         kind = -1
         microbatch = b
         if b < f and gradients[rank][b] <= by:
             early = num_r[rank] > b
-            if len(queue) < most_w[rank] and (early or mine + dropped <= room):
+            if len(queue) < most_w[rank] and mine + (growth if early else split_working) <= room:
                 kind = _I
                 queue.append(b)
                 if early:
                     end = now + input_grad
-                    held[rank] = mine - stash
+                    held[rank] = mine - kept - dropped + waits
                 else:
                     end = now + recompute + input_grad
-                    held[rank] = mine + dropped - stash
+                    held[rank] = mine - kept + waits
             elif queue:
                 kind = _W
             elif early:
@@ -190,7 +192,7 @@ def list_schedule(
         if kind == _W:
             microbatch = queue.pop(0)
             end = now + weight_grad
-            held[rank] = mine - whole
+            held[rank] = mine - waits
         num_actions += 1
         orders[rank].append((kind, microbatch))
         free[rank] = wake[rank] = end

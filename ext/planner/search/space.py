@@ -29,6 +29,7 @@ class StageNumbers(NamedTuple):
 
     Attributes:
         kept: what a forward leaves behind: all that it does not drop, and the stash.
+        waiting, growth, split_working_set: of I and W, see `ext.pipeline.costs.SplitMemory`.
         room: what the rank may hold beside what is fixed.
         travel: time of a message between this stage and the next one, either way.
     """
@@ -40,8 +41,9 @@ class StageNumbers(NamedTuple):
     kept: float
     dropped: float
     working_set: float
-    activations: float
-    stash: float
+    waiting: float
+    growth: float
+    split_working_set: float
     room: float
     travel: float
 
@@ -135,7 +137,7 @@ class Space:
         if not 0 <= count < len(model.costs):
             return None
         costs = model.costs[count]
-        kept = costs.activations - costs.dropped + costs.stash
+        kept, split = costs.activations - costs.dropped + costs.stash, costs.split_memory
         room = self.budgets[rank] * ROUNDING - model.fixed
         if kept + costs.working_set > room:
             return None
@@ -147,8 +149,9 @@ class Space:
             kept=kept,
             dropped=costs.dropped,
             working_set=costs.working_set,
-            activations=costs.activations,
-            stash=costs.stash,
+            waiting=split.waiting,
+            growth=split.growth,
+            split_working_set=split.working_set,
             room=room,
             travel=self.latency + costs.message / self.bandwidth,
         )
