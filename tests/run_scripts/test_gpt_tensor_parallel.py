@@ -1,6 +1,8 @@
 """The example GPT with layers shared over ranks against one process, under schedules, recomputation and checkpoints."""
 
 import json
+import random
+from dataclasses import replace
 
 import deepspeed
 import pytest
@@ -12,6 +14,7 @@ import ext
 from ext.comm.tensor_parallel.group import TensorParallelGroup
 from ext.core.errors import ConfigError
 from ext.recompute import profile
+from ext.recompute.table import UnitTable
 from ext.recompute.units import AllReduces
 from ext.testing.oracle import oracle_step
 from ext.testing.ranks import run_ranks
@@ -23,6 +26,8 @@ VOCAB, SEQUENCE, GAS = 61, 8, 4  # an odd vocabulary: the last rank has a row mo
 CLIP = 0.05
 SLACK = 2048  # bytes by which two profiles may differ: threads of collectives let go of tensors when they like
 SCHEDULES = ("1f1b", "early_recompute", "shifted_critical_path", "zb_h1")
+UNITS = ("norm1", "qkv", "mix", "residual", "norm2", "fc1", "gelu", "out")
+DECISIONS = ("keep", "unused", "C", "P", "F1", "F2", "B1", "B2")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -186,13 +191,16 @@ def units_differ(num_stages):
     plain = _engine(num_stages, dropout=0.3, recompute={"type": "none"}, budget=1.0)
     reference, found, used = _step(plain), [], set()
     last = 0.15 if num_stages == 1 else 0.0  # a stage with one micro-batch in flight has little to give
-    shares = [0.3 if row.in_flight > 1 else last for row in ext.memory_report(plain)]
     rows = ext.memory_report(plain)
+    shares = [0.3 if row.in_flight > 1 else last for row in rows]
     budget = [(row.total - share * row.activations + SLACK) / 2**30 for row, share in zip(rows, shares, strict=True)]
     # On a link so slow that every recompute fits under an all-reduce.
     profile._AllReduceProbe.all_reduces = lambda self: AllReduces(1.0, 1.0, 1.0, 1.0) if self._forward else None
-    for policy in ("lynx_heu", "lynx_opt"):
-        engine = _engine(num_stages, dropout=0.3, recompute=policy, budget=budget)
+    for policy in ("lynx_heu", "lynx_opt", 1, 2, 3):
+        drawn = isinstance(policy, int)
+        engine = _engine(num_stages, dropout=0.3, recompute="lynx_heu" if drawn else policy, budget=budget)
+        if drawn:
+            _draw_tables(engine, random.Random(policy))  # the same on all ranks that share a layer
         loss, gradients = _step(engine)
         windows = {name: use.units for name, use in engine._units.report.windows.items()}
         same = torch.equal(loss, reference[0])
@@ -203,16 +211,25 @@ def units_differ(num_stages):
     return found, used
 
 
+def _draw_tables(engine, draw):
+    """Tables that no solver made: they may cost time and memory, and change no bit."""
+    engine.memory.decide_from(_batches(1)[0])
+    engine.memory._was_counted = True  # they need not keep the budget
+    units = engine._units
+    tables = [UnitTable.of({name: draw.choice(DECISIONS) for name in UNITS}) for _ in units.tables.tables]
+    units.tables = replace(units.tables, tables=tuple(tables))
+
+
 def saved_and_loaded(num_stages, folder):
     """The weights of a trained engine in a fresh one, from files by layer and rank; and the streams of dropout."""
     trained = _engine(num_stages, dropout=0.3)
     _step(trained)
     trained.save_checkpoint(folder, tag="t")
-    random = device.random_state()
+    streams = device.random_state()
     expected = _step(trained)
     fresh = _engine(num_stages, dropout=0.3)
     fresh.load_checkpoint(folder, tag="t")
-    device.restore_random_state(random)
+    device.restore_random_state(streams)
     found = _step(fresh)
     same = torch.equal(expected[0], found[0])
     return same and all(torch.equal(found[1][key], gradient) for key, gradient in expected[1].items())
