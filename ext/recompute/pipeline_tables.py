@@ -195,11 +195,12 @@ class _Pipeline:
             max_in_flight=[self.schedule.max_in_flight(rank) for rank in ranks],
         )
         costs = tuple(
-            _costs(whole, tables, held > 0) for whole, tables, held in zip(self.whole, stages, self.held, strict=True)
+            table_costs(whole, tables, is_split=held > 0)
+            for whole, tables, held in zip(self.whole, stages, self.held, strict=True)
         )
         return PipelineTables(
             schedule=self.schedule,
-            plan=plan,
+            plan=with_tables(plan, stages),
             stages=tuple(stages),
             costs=costs,
             early=tuple(
@@ -217,10 +218,20 @@ class _Pipeline:
         return self.budgets[stage] - self._beside(stage) - inputs - kept
 
 
-def _costs(whole: StageCosts, tables: StageTables, is_split: bool) -> StageCosts:
+def with_tables(plan: Plan, stages: Sequence[StageTables]) -> Plan:
+    """The plan, saying what is done with every unit."""
+    return replace(plan, unit_tables=tuple(tuple(table.decisions for table in stage.tables) for stage in stages))
+
+
+def table_costs(whole: StageCosts, tables: StageTables, *, is_split: bool = False) -> StageCosts:
     """A stage's costs under its tables, as simulator and memory table understand them.
 
     What runs before the backward is its recompute; what runs on demand beside that is a part of the backward.
+
+    Args:
+        whole: costs where nothing is recomputed.
+        tables: of the stage.
+        is_split: whether its backwards are split.
     """
     early, late, everything = tables.recomputed(*BEFORE_BACKWARD), tables.recomputed(*IN_BACKWARD), tables.recomputed()
     exposed = seconds(tables.recomputed(ON_DEMAND))  # what runs under all-reduces takes no time

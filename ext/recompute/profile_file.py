@@ -116,7 +116,7 @@ def load_profile(path: Path, about: Mapping[str, str] | None = None) -> UnitProf
     if found != FORMAT:
         raise ConfigError(f"{path} has format {found}, this release reads {FORMAT}. Remove it to measure again.")
     try:
-        layers = {kind: _layer(costs) for kind, costs in content["layers"].items()}
+        layers = {kind: layer_costs(costs) for kind, costs in content["layers"].items()}
         order = tuple(map(str, content["order"]))
         profile = UnitProfile(layers, float(content["slowdown"]), dict(content["about"]), order)
         if unknown := sorted({*order} - {*layers, ""}):
@@ -133,7 +133,8 @@ def load_profile(path: Path, about: Mapping[str, str] | None = None) -> UnitProf
     return profile
 
 
-def _layer(content: Mapping[str, Any]) -> LayerCosts:
+def layer_costs(content: Mapping[str, Any]) -> LayerCosts:
+    """The inverse of ``asdict`` for costs of a layer that were stored as JSON."""
     units = tuple(UnitCosts(**{**unit, "inputs": tuple(unit["inputs"])}) for unit in content["units"])
     waits = content.get("all_reduces")
     times = float(content["forward"]), float(content["backward"])

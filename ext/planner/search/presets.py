@@ -36,18 +36,8 @@ def fitting_presets(space: Space, deadline: float = math.inf) -> dict[str, Prese
 
     Behind the deadline, of `time.monotonic`, a schedule that has many variants is judged by the first ones that fit.
     """
-    shape = PipelineShape(space.num_ranks, space.num_microbatches)
     found = []
-    for name in SCHEDULES:
-        cls = SCHEDULES.get(name)
-        if not cls.has_rule:
-            continue
-        try:
-            schedule = cls(shape=shape)
-        except ConfigError:
-            continue  # not with so few micro-batches
-        if schedule.splits_backward and not space.splits_backward:
-            continue
+    for name, schedule in named_schedules(space):
         if not space.recomputes_early and any(map(schedule.early_recomputes, range(space.num_ranks))):
             continue
         timed: list[Preset] = []
@@ -58,6 +48,21 @@ def fitting_presets(space: Space, deadline: float = math.inf) -> dict[str, Prese
         if timed:
             found.append((name, min(timed, key=lambda preset: preset.step_time)))
     return dict(sorted(found, key=lambda entry: entry[1].step_time))
+
+
+def named_schedules(space: Space) -> Iterator[tuple[str, Schedule]]:
+    """The schedules that have a rule and can run in the space, by name."""
+    shape = PipelineShape(space.num_ranks, space.num_microbatches)
+    for name in SCHEDULES:
+        cls = SCHEDULES.get(name)
+        if not cls.has_rule:
+            continue
+        try:
+            schedule = cls(shape=shape)
+        except ConfigError:
+            continue  # not with so few micro-batches
+        if space.splits_backward or not schedule.splits_backward:
+            yield name, schedule
 
 
 def _variants(schedule: Schedule, space: Space) -> Iterator[Schedule]:

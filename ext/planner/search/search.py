@@ -52,6 +52,8 @@ class Chosen:
         presets: step times of the named schedules that keep the budgets on the space's own layout.
         num_evaluations: candidates that the search looked at.
         stopped_by: what ended it.
+        whole_layers: where recomputation was decided unit by unit, the step time of the best with whole layers that
+            was found; else None.
     """
 
     plan: Plan
@@ -63,6 +65,7 @@ class Chosen:
     presets: dict[str, float]
     num_evaluations: int
     stopped_by: StoppedBy
+    whole_layers: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What the search has to say beside the plan: both times where plain 1f1b was kept."""
@@ -74,6 +77,7 @@ class Chosen:
             "presets": self.presets,
             "evaluations": self.num_evaluations,
             "stopped_by": self.stopped_by,
+            **({} if self.whole_layers is None else {"whole_layers_time": self.whole_layers}),
         }
 
     @property
@@ -83,13 +87,16 @@ class Chosen:
 
     @property
     def reason(self) -> str:
-        """One line for people, with the time of plain 1f1b."""
+        """One line for people, with the times of plain 1f1b and of whole layers."""
+        whole = "" if self.whole_layers is None else f"; whole layers take {self.whole_layers:.6g} at best"
         if self.keeps_plain:
             more = self.step_time / self.best_time - 1.0
-            return f"plain 1f1b kept: {self.step_time:.6g}, {more:.1%} more than the best found, {self.best_time:.6g}"
+            best = f"{more:.1%} more than the best found, {self.best_time:.6g}"
+            return f"plain 1f1b kept: {self.step_time:.6g}, {best}{whole}"
         by = "found by search" if self.source == SEARCHED else f"the orders of {self.source}"
         plain = self.presets.get(PLAIN)
-        return f"{by}: {self.step_time:.6g}; plain 1f1b " + ("does not fit" if plain is None else f"takes {plain:.6g}")
+        fits = "does not fit" if plain is None else f"takes {plain:.6g}"
+        return f"{by}: {self.step_time:.6g}; plain 1f1b {fits}{whole}"
 
 
 def search(

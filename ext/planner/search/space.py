@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from ext.pipeline.costs import Costs
+from ext.pipeline.costs import Costs, StageCosts
 from ext.pipeline.fit import ROUNDING
 from ext.pipeline.layout import LayerCosts
 from ext.pipeline.stage_model import StageModel, equal_layers
@@ -112,9 +112,10 @@ class Space:
 
     def work_time(self, layout: Layout) -> float:
         """The least time in which the devices can do all work of a step; a step of any order takes as long."""
-        if self.num_devices == math.inf:
-            return 0.0
-        stages = self.costs(layout).stages
+        return 0.0 if self.num_devices == math.inf else self.work_time_of(self.costs(layout).stages)
+
+    def work_time_of(self, stages: Sequence[StageCosts]) -> float:
+        """The same for given costs of the stages."""
         work = sum(s.forward + s.recompute + s.input_grad + s.weight_grad for s in stages)
         return self.num_microbatches * work / self.num_devices
 
