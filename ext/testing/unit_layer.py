@@ -73,7 +73,7 @@ class UnitLayer(nn.Module):
                     if self.byte_masks
                     else [unit("dropped", self._drop, "probs")]
                 ),
-                unit("attention", self._mix, "dropped", "qkv"),
+                unit("attention", self._mix_masked if self.byte_masks else self._mix, "dropped", "qkv"),
             ]
         )
         return LayerUnits(
@@ -101,10 +101,12 @@ class UnitLayer(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _scores(self, qkv: Tensor) -> Tensor:
+        """Scaled and causal in one pass over them, as they are most of what a recompute writes."""
         q, k, _ = self._heads_of(qkv)
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        return scores.masked_fill(future, float("-inf"))
+        batch, heads, seq, size = q.shape
+        future = qkv.new_full((seq, seq), float("-inf")).triu(1)
+        scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=size**-0.5)
+        return scores.view(batch, heads, seq, seq)
 
     def _softmax(self, scores: Tensor) -> Tensor:
         return functional.softmax(scores, -1)
@@ -114,13 +116,18 @@ class UnitLayer(nn.Module):
 
     def _mask(self, probs: Tensor) -> Tensor:
         keep = 1 - self.dropout if self.training else 1.0
-        return torch.empty_like(probs, dtype=torch.bool).bernoulli_(keep)
+        return torch.empty_like(probs, dtype=torch.uint8).bernoulli_(keep)
 
     def _masked(self, probs: Tensor, mask: Tensor) -> Tensor:
-        return probs * mask * (1 / (1 - self.dropout)) if self.training else probs.clone()
+        return probs * mask
 
     def _mix(self, probs: Tensor, qkv: Tensor) -> Tensor:
         return (probs @ self._heads_of(qkv)[2]).transpose(1, 2).flatten(2)
+
+    def _mix_masked(self, probs: Tensor, qkv: Tensor) -> Tensor:
+        """A mask only drops: what is left is scaled here, where there is less of it."""
+        mixed = self._mix(probs, qkv)
+        return mixed / (1 - self.dropout) if self.training else mixed
 
     def _project(self, mixed: Tensor, x: Tensor) -> Tensor:
         return x + self._dropout(self.proj(mixed))
