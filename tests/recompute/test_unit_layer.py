@@ -31,7 +31,8 @@ def test_masks_of_one_byte_drop_and_scale_what_they_keep():
         if unit.name in ("scores", "probs", "mask", "dropped", "attention"):
             values[unit.name] = unit.fn(*(values[name] for name in unit.inputs))
     mask = values["mask"]
-    assert mask.element_size() == 1 and 0 < mask.sum() < mask.numel()
+    assert mask.element_size() == 1
+    assert 0 < mask.sum() < mask.numel()
     value = layer._heads_of(values["qkv"])[2]
     want = (values["probs"] * mask / 0.75 @ value).transpose(1, 2).flatten(2)
     torch.testing.assert_close(values["attention"], want)
