@@ -208,19 +208,11 @@ def unit_policy_problems(config: ExtConfig) -> Iterator[Problem]:
     if recompute is None:
         return
     policy = recompute.policy.type
-    schedule = None if config.pipeline is None else config.pipeline.schedule.type
-    if not issubclass(POLICIES.get(policy), UnitPolicy):
-        if recompute.overlap is not None:
-            yield Problem(
-                "ext.recompute.overlap",
-                f"goes with the policies 'lynx_heu' and 'lynx_opt', found '{policy}', under which the schedule says "
-                "when layers are recomputed. Remove the key or change the policy.",
-            )
-    elif schedule is not None and not SCHEDULES.get(schedule).has_rule:
+    if recompute.overlap is not None and not issubclass(POLICIES.get(policy), UnitPolicy):
         yield Problem(
-            "ext.recompute.policy",
-            f"'{policy}' decides about parts of layers, the schedule '{schedule}' about whole ones. Name another "
-            "schedule, or use the policy 'stage_aware'.",
+            "ext.recompute.overlap",
+            f"goes with the policies 'lynx_heu' and 'lynx_opt', found '{policy}', under which the schedule says "
+            "when layers are recomputed. Remove the key or change the policy.",
         )
 
 

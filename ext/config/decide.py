@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from ext.config.model import ExtConfig
 from ext.core.errors import ConfigError
@@ -16,16 +17,19 @@ from ext.pipeline.build import build_plan, default_recompute
 from ext.pipeline.memory_table import GIB, amount
 from ext.pipeline.partition import Bounds, Parts
 from ext.pipeline.plan import PipelineShape, Plan
+from ext.pipeline.plan_file import read_content
 from ext.pipeline.schedule import SCHEDULES, Schedule
 from ext.pipeline.schedules.auto import Auto
 from ext.pipeline.schedules.plan_file import PlanFile
 from ext.pipeline.stage_model import PipelineProfile
 from ext.planner.search.search import Chosen, search
 from ext.planner.search.space import Space, fixed_stages
+from ext.planner.search.units import UnitProblem, search_units
 from ext.recompute.lynx import UnitPolicy
 from ext.recompute.pipeline_tables import PipelineTables, UnitCostsOfStages, choose_tables
 from ext.recompute.policy import POLICIES, PerStageRecompute, ProfiledPolicy
 from ext.recompute.stage_aware import BudgetError, Choice, LayerPolicy
+from ext.recompute.tables_file import read_tables
 
 BUDGET_KEY = "ext.recompute.memory_budget_gib"
 DEFAULT_SHARE = 0.9
@@ -81,9 +85,9 @@ def decide(
     """
     schedule = make_schedule(config, PipelineShape(len(layers_per_stage), num_microbatches))
     if isinstance(schedule, PlanFile):
-        return _from_file(config, schedule, layers_per_stage, recomputable)
+        return _from_file(config, schedule, layers_per_stage, recomputable, profile)
     if isinstance(schedule, Auto) and profile is not None:
-        return _by_search(config, schedule, layers_per_stage, profile, budgets, splits_backward)
+        return _by_search(config, schedule, layers_per_stage, profile, budgets, splits_backward, units)
     may_recompute = [schedule.may_recompute(stage) for stage in range(len(recomputable))]
     if config.recompute is None:
         recomputed = default_recompute(schedule, recomputable)
@@ -94,12 +98,8 @@ def decide(
         recomputed = chosen.recomputed_layers(recomputable, may_recompute)
         policy = f"{options.type} (ext.recompute)"
         if isinstance(chosen, UnitPolicy) and profile is not None and budgets is not None:
-            if units is None:
-                raise ConfigError(
-                    f"ext.recompute.policy: '{options.type}' needs measured costs of the layers' units, which are "
-                    "not known here. Use 'stage_aware', which decides about whole layers."
-                )
-            return _by_units(config, chosen, schedule, layers_per_stage, profile, units, budgets)
+            known = _known(units, options.type)
+            return _by_units(config, chosen, schedule, layers_per_stage, profile, known, budgets)
         if isinstance(chosen, LayerPolicy) and profile is not None and budgets is not None:
             choice = _choose(chosen, schedule, profile, budgets)
             schedule, recomputed = choice.schedule, choice.recomputed_layers
@@ -107,6 +107,15 @@ def decide(
             policy = f"{options.type} (ext.recompute; full until the first train_batch decides)"
     plan = build_plan(schedule, layers_per_stage=layers_per_stage, recomputed_layers=recomputed)
     return Decision(schedule, plan, policy)
+
+
+def _known(units: UnitCostsOfStages | None, policy: str) -> UnitCostsOfStages:
+    if units is None:
+        raise ConfigError(
+            f"ext.recompute.policy: '{policy}' needs measured costs of the layers' units, which are not known here. "
+            "Use 'stage_aware', which decides about whole layers."
+        )
+    return units
 
 
 def _by_units(
@@ -136,7 +145,11 @@ def _by_units(
 
 
 def _from_file(
-    config: ExtConfig, schedule: PlanFile, layers_per_stage: Sequence[int], recomputable: Sequence[int]
+    config: ExtConfig,
+    schedule: PlanFile,
+    layers_per_stage: Sequence[int],
+    recomputable: Sequence[int],
+    profile: PipelineProfile | None,
 ) -> Decision:
     """The plan of a file, which decides what is recomputed too."""
     plan, path = schedule.plan, schedule.config.path
@@ -158,7 +171,14 @@ def _from_file(
         )
     if problems:
         raise ConfigError(*problems)
-    return Decision(schedule, plan, "as in the plan's file")
+    tables = None
+    if plan.unit_tables:
+        wholes = None if profile is None else [stage.costs(0) for stage in profile.stages]
+        try:
+            tables = read_tables(read_content(path), plan, schedule, wholes)
+        except ConfigError as error:
+            raise ConfigError(*(f"ext.pipeline.schedule: {path}: {problem}" for problem in error.problems)) from None
+    return Decision(schedule, plan, "as in the plan's file", tables=tables)
 
 
 def place_by_search(
@@ -208,6 +228,7 @@ def _by_search(
     profile: PipelineProfile,
     budgets: Sequence[int] | None,
     splits_backward: bool,
+    units: UnitCostsOfStages | None,
 ) -> Decision:
     """What the search finds on the module's own layout; without budgets memory is taken to be enough."""
     stages = profile.models(lambda stage: True)
@@ -221,16 +242,38 @@ def _by_search(
         splits_backward=splits_backward,
         num_devices=profile.num_devices,
     )
+    if decides_about_units(config) and budgets is not None:
+        assert config.recompute is not None
+        options = config.recompute.policy
+        policy = POLICIES.get(options.type)(options)
+        assert isinstance(policy, UnitPolicy)
+        costs, overlap = _known(units, options.type), config.recompute.overlap is not False
+        problem = UnitProblem(schedule, profile, costs, tuple(budgets), policy.solve, overlap)
+        with _naming_budgets():
+            chosen, tables = search_units(space, problem, **_search_options(config, schedule))
+        whole = "" if tables is not None else ": whole layers, which are as fast"
+        return Decision(schedule, chosen.plan, f"{options.type} (auto{whole})", chosen, tables)
     chosen = _searched(config, schedule, space)
     kept = "as searched" if leaves_recompute_open(config) or config.recompute is None else config.recompute.policy.type
     return Decision(schedule, chosen.plan, f"{kept} (auto)", chosen)
 
 
 def _searched(config: ExtConfig, schedule: Auto, space: Space) -> Chosen:
+    with _naming_budgets():
+        return search(space, **_search_options(config, schedule))
+
+
+def _search_options(config: ExtConfig, schedule: Auto) -> dict[str, Any]:
     assert config.pipeline is not None
     options = schedule.config
+    return {"seconds": options.search_seconds, "seed": options.seed, "tolerance": config.pipeline.tolerance}
+
+
+@contextmanager
+def _naming_budgets() -> Iterator[None]:
+    """Budgets that cannot be kept are told under their key."""
     try:
-        return search(space, seconds=options.search_seconds, seed=options.seed, tolerance=config.pipeline.tolerance)
+        yield
     except BudgetError as error:
         raise BudgetError(*(f"{BUDGET_KEY}: {problem}" for problem in error.problems)) from None
 
@@ -258,7 +301,9 @@ def decides_by_search(config: ExtConfig) -> bool:
 
 def decides_about_units(config: ExtConfig) -> bool:
     """Whether the recompute policy decides unit by unit, so that the costs of units must be known."""
-    return config.recompute is not None and issubclass(POLICIES.get(config.recompute.policy.type), UnitPolicy)
+    recompute = config.recompute
+    by_units = recompute is not None and issubclass(POLICIES.get(recompute.policy.type), UnitPolicy)
+    return by_units and not reads_plan_file(config)
 
 
 def reads_plan_file(config: ExtConfig) -> bool:

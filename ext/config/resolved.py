@@ -14,6 +14,7 @@ from ext.config.decide import Decision
 from ext.config.model import ExtConfig
 from ext.core.errors import ConfigError
 from ext.pipeline.plan_file import write_plan
+from ext.recompute import tables_file
 
 RESOLVED_CONFIG = "ext_resolved_config.json"
 PLAN_FILE = "ext_plan.json"
@@ -62,6 +63,8 @@ def write_resolved(config: ExtConfig, decision: Decision | None, versions: Mappi
     if decision is not None and decision.chosen is not None:
         all_versions = {"megatron-deepspeed-ext": ext.__version__, **versions, "python": platform.python_version()}
         notes = {"search": decision.chosen.to_json(), "versions": all_versions}
+        if decision.tables is not None:
+            notes[tables_file.KEY] = tables_file.tables_json(decision.tables)
         write_plan(folder / PLAN_FILE, decision.plan, costs=decision.chosen.costs, notes=notes)
     return path
 

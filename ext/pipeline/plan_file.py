@@ -136,8 +136,9 @@ def _table_problems(tables: Any, layers: list[int]) -> list[str]:
     """What is wrong with the shape of unit tables, where there are any."""
     if tables is None:
         return []
-    counts = [len(stage) if isinstance(stage, list) else None for stage in tables] if isinstance(tables, list) else None
-    if counts != layers:
+    counts = [len(stage) if isinstance(stage, list) else 0 for stage in tables] if isinstance(tables, list) else []
+    # A host may count what it runs around its layers as layers, too.
+    if len(counts) != len(layers) or any(count < held for count, held in zip(counts, layers, strict=True)):
         return [f"unit_tables: for {counts} layers by stage, the plan has {layers}; give one object per layer."]
     return [
         f"unit_tables: found {table!r} on stage {stage}; give an object of unit -> decision."

@@ -14,10 +14,9 @@ from ext.pipeline.memory import heaviest_loads, peak
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
 from ext.pipeline.stage_model import PipelineProfile, StageModel
-from ext.recompute.heu import solve_heu
-from ext.recompute.pipeline_tables import PipelineTables, table_costs, with_tables
+from ext.recompute.pipeline_tables import PipelineTables, early_shares, table_costs, with_tables
 from ext.recompute.problem import InfeasibleBudget
-from ext.recompute.stage_tables import Part, StageLayers, StageTables, seconds, solve_stage, worth_deciding
+from ext.recompute.stage_tables import Part, Solve, StageLayers, StageTables, seconds, solve_stage, worth_deciding
 from ext.recompute.table import KEEP, UNUSED, UnitTable
 from ext.recompute.units import LayerCosts
 from ext.recompute.windows import BEFORE_BACKWARD, ON_DEMAND, WAIT
@@ -56,9 +55,12 @@ def stage_choices(
         in_flight: micro-batches among which the budgets are shared, about as many as the stage will hold.
         overlap: whether recomputation may run ahead of the backward, and under all-reduces.
     """
+    # Reading a configuration must not import scipy.
+    from ext.recompute.heu import solve_heu
+
     decided = tuple(_for_any_order(costs, overlap) if costs and worth_deciding(costs) else None for costs in units)
     whole = profile.stages[stage].costs(0)
-    found = list(_tables(decided, in_flight))
+    found = list(_tables(decided, in_flight, solve_heu))
     if overlap:
         found = [_left_to_r(tables) for tables in found]
     return StageChoices(
@@ -78,27 +80,27 @@ def _for_any_order(costs: LayerCosts, overlap: bool) -> LayerCosts:
     return replace(costs, all_reduces=replace(costs.all_reduces, first_forward=0.0, second_forward=0.0))
 
 
-def _tables(decided: tuple[LayerCosts | None, ...], in_flight: int) -> Iterator[StageTables]:
+def _tables(decided: tuple[LayerCosts | None, ...], in_flight: int, solve: Solve) -> Iterator[StageTables]:
     """Different tables, the one that keeps everything first; each keeps less than the one before."""
     most = in_flight * sum(costs.activation_bytes for costs in decided if costs is not None)
     layers = StageLayers(decided, in_flight, most)
-    found = solve_stage(layers, solve_heu)
+    found = solve_stage(layers, solve)
     yield found
     if not found.parts:
         return
-    least = _least(layers)
+    least = _least(layers, solve)
     for number in range(1, NUM_BUDGETS + 1):
         budget = most - (most - least) * number // NUM_BUDGETS
-        tables = solve_stage(replace(layers, budget=budget), solve_heu)
+        tables = solve_stage(replace(layers, budget=budget), solve)
         if tables.kept_bytes < found.kept_bytes:
             yield tables
             found = tables
 
 
-def _least(layers: StageLayers) -> int:
+def _least(layers: StageLayers, solve: Solve) -> int:
     """Bytes of the smallest budget for which there are tables."""
     try:
-        return solve_stage(replace(layers, budget=0), solve_heu).bytes
+        return solve_stage(replace(layers, budget=0), solve).bytes
     except InfeasibleBudget as error:
         return error.smallest_budget
 
@@ -149,9 +151,7 @@ def tables_of_plan(
         budgets: bytes that each stage's rank may hold.
         step_time: simulated seconds.
     """
-    early = [0.0] * len(stages)
-    for stage, _ in plan.early_recomputes:
-        early[stage] += 1 / plan.num_microbatches
+    early = early_shares(plan)
     costs = tuple(table_costs(profile.stages[s].costs(0), tables) for s, tables in enumerate(stages))
     reserves = []
     for s, stage in enumerate(costs):
@@ -164,7 +164,7 @@ def tables_of_plan(
         plan=with_tables(plan, stages),
         stages=tuple(_exposing(tables, 1 - share) for tables, share in zip(stages, early, strict=True)),
         costs=costs,
-        early=tuple(early),
+        early=early,
         step_time=step_time,
         reserves=tuple(reserves),
     )

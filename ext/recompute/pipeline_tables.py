@@ -5,6 +5,7 @@ For any host: what it needs is a schedule, a profile of the stages and the costs
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -203,10 +204,7 @@ class _Pipeline:
             plan=with_tables(plan, stages),
             stages=tuple(stages),
             costs=costs,
-            early=tuple(
-                len(self.waits[s].microbatches) / shape.num_microbatches if s in waiting else 0.0
-                for s in range(len(stages))
-            ),
+            early=early_shares(plan),
             step_time=simulate(plan, Costs(costs)).step_time,
             reserves=tuple(self._reserve(s, tables) for s, tables in enumerate(stages)),
         )
@@ -216,6 +214,12 @@ class _Pipeline:
         kept = self.in_flight[stage] * tables.kept_bytes
         inputs = sum(part.problem.input_bytes for part in tables.parts)
         return self.budgets[stage] - self._beside(stage) - inputs - kept
+
+
+def early_shares(plan: Plan) -> tuple[float, ...]:
+    """By stage, the share of micro-batches that have an R."""
+    with_r = Counter(stage for stage, _ in plan.early_recomputes)
+    return tuple(with_r[stage] / plan.num_microbatches for stage in range(plan.num_stages))
 
 
 def with_tables(plan: Plan, stages: Sequence[StageTables]) -> Plan:

@@ -13,7 +13,7 @@ from ext.core.errors import ConfigError, nearest
 from ext.pipeline.costs import StageCosts
 from ext.pipeline.plan import Plan, UnitDecisions
 from ext.pipeline.schedule import Schedule
-from ext.recompute.pipeline_tables import PipelineTables, table_costs
+from ext.recompute.pipeline_tables import PipelineTables, early_shares, table_costs
 from ext.recompute.problem import Solution, StageProblem
 from ext.recompute.profile_file import layer_costs
 from ext.recompute.stage_tables import Part, StageTables
@@ -22,7 +22,7 @@ from ext.recompute.windows import BEFORE_BACKWARD, IN_BACKWARD, Window
 
 KEY = "units"
 _DECISIONS = (KEEP, UNUSED, *BEFORE_BACKWARD, *IN_BACKWARD)
-_NUMBERS = ("exposed", "bytes", "method", "bound")
+_NUMBERS = ("exposed", "bytes", "method", "bound", "seconds", "fell_back")
 
 
 def tables_json(tables: PipelineTables) -> dict[str, Any]:
@@ -80,15 +80,12 @@ def read_tables(
         StageTables(tuple(map(UnitTable, of_stage)), tuple(parts))
         for of_stage, parts in zip(plan.unit_tables, stages, strict=True)
     ]
-    early = [0] * plan.num_stages
-    for stage, _ in plan.early_recomputes:
-        early[stage] += 1
     return PipelineTables(
         schedule=schedule,
         plan=plan,
         stages=tuple(tables),
         costs=tuple(map(table_costs, wholes, tables)) if wholes is not None else (),
-        early=tuple(count / plan.num_microbatches for count in early),
+        early=early_shares(plan),
         step_time=0.0,
         reserves=reserves,
     )

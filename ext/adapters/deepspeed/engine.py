@@ -87,11 +87,11 @@ class PlanPipelineEngine(PipelineEngine):
         self._weight_grads = WeightGradQueue(limit=0)
         self.guard = FailureGuard()
         self._links: Links | None = None
-        self._units: StageUnits | None = None
         self._told_of_units = False
         self.recorder = Recorder(clock_for(torch.device(self.device)))
         self._tracer = Tracer.of(config, self.guard)
         self.memory = MemoryWatch(self)
+        self._units: StageUnits | None = self._stage_units()
         self.watchdog = Watchdog(config.watchdog)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:

@@ -70,16 +70,14 @@ def test_values_as_in_the_config_file(tmp_path):
         (["--ext-pipeline-schedule", "plan_file"], ["schedule: 'path' is missing. Allowed: a text; write {"]),
         (["--ext-watchdog", "0"], ["--ext-watchdog: found 0; allowed: a number of seconds above 0."]),
         (["--ext-self-check", "true"], ["--ext-self-check: not built"]),
+        (["--ext-trace-steps", "1,2"], ["--ext-trace-path: missing. Allowed: the name of a file."]),
+        (["--ext-trace-path", "t.json", "--ext-trace-steps", "3,2"], ["--ext-trace-steps: found [3, 2]; the first"]),
         (["--ext-moe-router-bias-rate", "0.1"], ["--ext-moe-router-bias-rate: not built for Megatron"]),
-        (
-            ["--ext-pipeline-schedule", "auto", "--ext-recompute-policy", "lynx_heu"],
-            ["--ext-recompute-policy: 'lynx_heu' decides about parts of layers, the schedule 'auto' about whole ones"],
-        ),
         (
             ["--ext-recompute-policy", "full", "--ext-recompute-overlap", "true"],
             ["--ext-recompute-overlap: goes with the policies 'lynx_heu' and 'lynx_opt', found 'full'"],
         ),
-        (["--ext-moe-dispatcher", "auto"], ["--ext-moe-dispatcher: 'auto' is not built for Megatron"]),
+        (["--ext-moe-dispatcher", "aut"], ["--ext-moe-dispatcher: unknown dispatcher 'aut'. Did you mean 'auto'?"]),
         (
             ["--ext-moe-dispatcher", '{"type": "hierarchical", "deduplicate": true}'],
             ["--ext-moe-dispatcher: 'deduplicate' cannot work here"],
@@ -159,6 +157,32 @@ def test_a_dispatcher_needs_experts_and_megatrons_all_to_all():
     (problem,) = _problems(given, num_experts=8, moe_token_dispatcher_type="allgather")
     assert "needs --moe-token-dispatcher-type alltoall, found allgather" in problem
     assert _problems(given, num_experts=8, moe_token_dispatcher_type="alltoall") == []
+
+
+@pytest.mark.parametrize("given", ["--ext-moe-dispatcher=linear", "--ext-pipeline-schedule=1f1b"])
+def test_experts_that_ranks_cannot_share_are_refused_with_the_numbers(given):
+    def problems(**args):
+        return _problems([given], moe_token_dispatcher_type="alltoall", **args)
+
+    (problem,) = problems(num_experts=6, expert_model_parallel_size=4, pipeline_model_parallel_size=2)
+    assert problem == (
+        "--expert-model-parallel-size 4: so many ranks cannot share --num-experts 6 evenly. Use 1, 2, 3, 6, or another "
+        "number of experts."
+    )
+    (problem,) = problems(num_experts=8, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    assert problem == (
+        "--expert-model-parallel-size 4: 4 x 1 tensor-parallel ranks of an expert x 4 pipeline stages do not divide "
+        "the 8 ranks. Lower one of them, or start other ranks."
+    )
+    (problem,) = problems(num_experts=4, moe_router_topk=5)
+    assert problem == "--moe-router-topk 5: allowed are 1 to 4, the --num-experts. Lower it."
+    assert problems(num_experts=8, expert_model_parallel_size=2, moe_router_topk=8) == []
+
+
+def test_a_topology_that_does_not_fit_is_refused_before_launch():
+    given = ["--ext-moe-dispatcher=auto", "--ext-moe-topology-ranks-per-node=3"]
+    (problem,) = _problems(given, num_experts=8, moe_token_dispatcher_type="alltoall")
+    assert problem.startswith("--ext-moe-topology-ranks-per-node: 3 does not divide the world size 8. Give the number")
 
 
 def test_policies_that_measure_need_a_budget_on_cpu():
