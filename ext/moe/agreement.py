@@ -26,6 +26,7 @@ class Call:
         hidden: width of a token.
         dtype: of the tokens.
         problem: why this rank cannot go on; empty if it can.
+        capacity: rows per expert, where the host derives them from this rank's tokens alone.
     """
 
     num_tokens: int
@@ -34,20 +35,28 @@ class Call:
     hidden: int
     dtype: torch.dtype
     problem: str = ""
+    capacity: int | None = None
 
     @property
     def numbers(self) -> list[int]:
         """As whole numbers, equal where the values are; zeros where there is a problem."""
         if self.problem:
-            return [0] * 5
+            return [0] * 6
         factor = -1 if self.capacity_factor is None else struct.unpack("<q", struct.pack("<d", self.capacity_factor))[0]
-        return [self.num_tokens, self.k, factor, self.hidden, zlib.crc32(str(self.dtype).encode())]
+        dtype = zlib.crc32(str(self.dtype).encode())
+        return [self.num_tokens, self.k, factor, self.hidden, dtype, -1 if self.capacity is None else self.capacity]
 
     @property
     def shared(self) -> dict[str, str]:
         """What must not differ between ranks, for people."""
         factor = "none (dropless)" if self.capacity_factor is None else f"{self.capacity_factor:.8g}"
-        return {"k": str(self.k), "capacity factor": factor, "hidden size": str(self.hidden), "dtype": str(self.dtype)}
+        return {
+            "k": str(self.k),
+            "capacity factor": factor,
+            "hidden size": str(self.hidden),
+            "dtype": str(self.dtype),
+            "capacity, which follows from the number of tokens": str(self.capacity),
+        }
 
 
 def agree(call: Call, logits: Tensor, group: RankGroup, layer: str) -> int:

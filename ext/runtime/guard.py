@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ext.core import errors
 from ext.core.errors import CommunicationError, ExtError
+from ext.runtime.alarm import Alarm
 
 T = TypeVar("T")
 
@@ -32,9 +33,13 @@ class FailureGuard:
     A rank that fails closes its channels and comes here; its neighbours lose their peer, do the same, and so
     on; ranks of other pipelines come here at the end of their step. Collective over the world: every rank
     creates it, and calls `agree` once per step, failed or not.
+
+    Attributes:
+        alarm: rung by a rank that fails, where others may wait for it inside a collective and never come here.
     """
 
     def __init__(self) -> None:
+        self.alarm: Alarm | None = None
         self._group: Any = dist.new_group(backend="gloo")
         self._posted: list[tuple[Any, Tensor]] = []
         self.agreed = False
@@ -52,6 +57,8 @@ class FailureGuard:
                 re-raises what it caught.
         """
         self.agreed = True
+        if self.alarm is not None and error is not None and not isinstance(error, CommunicationError):
+            self.alarm.ring(error)
         try:
             some_failed = self._on_any_rank(error is not None)
         except RuntimeError as lost:
@@ -115,6 +122,8 @@ class FailureGuard:
             mine = Failure(dist.get_rank(), type(error).__name__, str(error), isinstance(error, CommunicationError))
         everyone: list[Failure | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, mine, group=self._group)
+        if self.alarm is not None:
+            self.alarm.settle()
         failures = [failure for failure in everyone if failure is not None]
         first = next((failure for failure in failures if not failure.lost_peer), failures[0])
         cls = getattr(errors, first.kind, None)

@@ -207,6 +207,10 @@ def _bad_input(rank: int, world_size: int) -> list[str]:
     refused(ConfigError, lambda: _converted(4, "linear" if rank else "hierarchical"))
     for ep_size in (8, 2 if rank == 1 else 4):
         texts += moe.problems(nn.ModuleDict({"layer": MoE(HIDDEN, Expert(), EXPERTS, ep_size)}))
+    uneven = MoE(HIDDEN, Expert(), EXPERTS, 4)
+    uneven.num_experts, uneven.ep_size = 6, 4  # where python -O runs no assertion of DeepSpeed's
+    texts += moe.problems(nn.ModuleDict({"layer": uneven}))
+    refused(ConfigError, lambda: moe.DispatchMoE(HIDDEN, Expert(), 6, 4))
     return texts
 
 
@@ -237,6 +241,8 @@ def test_the_layer_on_four_ranks():
         "ext.moe.dispatcher: differs between ranks: rank 0: {'type': 'hierarchical'",
         "MoE layer layer: ep_size = 8 does not divide the 4 data-parallel ranks (8 experts). Use ep_size 1, 2, 4, or",
         "MoE layers on rank 0: layer: 8 experts, ep_size 4; on rank 1: layer: 8 experts, ep_size 2. Build the same",
+        "MoE layer layer: num_experts = 6 cannot be spread evenly over ep_size = 4 ranks. Use ep_size 1, 2, 3, 6, or",
+        "MoE layer of hidden size 8: num_experts = 6 cannot be spread evenly over ep_size = 4 ranks.",
     ]
     assert len(errors[0]) == len(expected)
     for text, part in zip(errors[0], expected, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import nn
 
 from ext.adapters.deepspeed.moe_checkpoint import load_across_expert_sizes
 from ext.adapters.deepspeed.moe_gate import top_k_problem
-from ext.adapters.deepspeed.moe_layer import DispatchMoE, DispatchMOELayer
+from ext.adapters.deepspeed.moe_layer import DispatchMoE, DispatchMOELayer, uneven_problem
 from ext.adapters.deepspeed.moe_monitor import keep_biases, report_each_step
 from ext.adapters.deepspeed.moe_norm import count_experts_once
 from ext.adapters.deepspeed.moe_rerun import remember_under_checkpointing
@@ -24,6 +25,7 @@ from ext.core.errors import ConfigError
 from ext.moe.dispatcher import DISPATCHERS, DispatcherConfig
 from ext.moe.dispatchers.base import Dispatcher
 from ext.moe.router import RouterConfig
+from ext.runtime.alarm import Alarm
 
 
 def problems(model: nn.Module, num_stages: int = 1) -> list[str]:
@@ -130,6 +132,7 @@ def connect(
             built[key] = factory.build(by_name[key[0]], key[1])
         layer.dispatcher = built[key]
         layer.loss_scale = lambda: _loss_scale(engine)
+    _tell_other_groups(engine, layers)
     count_experts_once(engine)  # on stages without experts too, since all stages add up
     if engine.has_moe_layers:
         load_across_expert_sizes(engine)
@@ -137,6 +140,20 @@ def connect(
     report_each_step(engine, layers)
     remember_under_checkpointing(engine.module)
     return layers
+
+
+def _tell_other_groups(engine: Any, layers: Sequence[DispatchMOELayer]) -> None:
+    """An error of one expert-parallel group ends the ranks of the others too. Collective over the world."""
+    world_size = dist.get_world_size()
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, min((layer.ep_size for layer in layers), default=world_size))
+    if min(everyone) == world_size:
+        return  # all ranks see the same errors
+    alarm, guard = Alarm.shared(), getattr(engine, "guard", None)
+    if guard is not None:
+        guard.alarm = alarm
+    for layer in layers:
+        layer.alarm, layer.agrees_after = alarm, guard is not None
 
 
 def layers_of(engine: Any) -> list[DispatchMOELayer]:
@@ -197,6 +214,8 @@ def _problems(name: str, moe: MoE, num_stages: int) -> list[str]:
             found.append(f"{where}: {problem}")
     if groups.mpu is not None and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
         found.append(f"{where}: ext.moe does not work with tensor parallelism yet. Remove the 'moe' block.")
+    if problem := uneven_problem(moe.num_experts, moe.ep_size):
+        return [*found, f"{where}: {problem}"]
     data_parallel = _world_size() // num_stages
     if data_parallel and data_parallel % moe.ep_size:
         legal = [n for n in range(1, data_parallel + 1) if data_parallel % n == 0 and moe.num_experts % n == 0]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ext.adapters.deepspeed.moe_gate import GateRouter
-from ext.core.errors import ConfigError
+from ext.core.errors import ConfigError, RoutingError
 from ext.moe.aux_loss import attach
 from ext.moe.dispatchers.base import Dispatcher
 from ext.moe.router import RouterConfig
+from ext.runtime.alarm import Alarm
 
 
 class DispatchMOELayer(MOELayer):
@@ -34,6 +35,8 @@ class DispatchMOELayer(MOELayer):
         self.router = GateRouter(host.gate, config, name)
         self.dispatcher: Dispatcher | None = None  # set once the expert-parallel group exists
         self.loss_scale = _unscaled
+        self.alarm: Alarm | None = None  # where an error of this layer may reach some ranks only
+        self.agrees_after = False  # whether the engine brings all ranks together over an error
 
     def forward(
         self, *inputs: Tensor | None, top_k: int | None = None, capacity_factor: float | None = None, **_: Any
@@ -50,7 +53,8 @@ class DispatchMOELayer(MOELayer):
         dispatcher = self._connected()
         with self._timed(MOE_TIMER, "time_moe"):
             x = hidden.reshape(-1, hidden.shape[-1])
-            routing = self.router(x, used_tokens, dispatcher.group, top_k, capacity_factor)
+            with self._errors_told():
+                routing = self.router(x, used_tokens, dispatcher.group, top_k, capacity_factor)
             selection = routing.selection
             self.l_aux, self.exp_counts = routing.l_aux, selection.counts
             with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
@@ -89,6 +93,21 @@ class DispatchMOELayer(MOELayer):
         return self.dispatcher
 
     @contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        """An error of one expert-parallel group is heard by the ranks of the others, too."""
+        if self.alarm is None:
+            yield
+            return
+        self.alarm.raise_if_rung()
+        try:
+            yield
+        except RoutingError as error:
+            self.alarm.ring(error)
+            if not self.agrees_after:
+                self.alarm.hold_back()
+            raise
+
+    @contextmanager
     def _timed(self, timer: str, attribute: str) -> Iterator[None]:
         """DeepSpeed's timers, where its config asks for them."""
         if not self.wall_clock_breakdown:
@@ -104,6 +123,14 @@ class DispatchMoE(MoE):
     """DeepSpeed's `MoE` whose number of choices and capacity factor may change with every call."""
 
     deepspeed_moe: DispatchMOELayer
+
+    def __init__(
+        self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, *args: Any, **kwargs: Any
+    ) -> None:
+        problem = uneven_problem(num_experts, ep_size)
+        if problem:
+            raise ConfigError(f"MoE layer of hidden size {hidden_size}: {problem}")
+        super().__init__(hidden_size, expert, num_experts, ep_size, *args, **kwargs)
 
     def forward(
         self,
@@ -128,6 +155,17 @@ class DispatchMoE(MoE):
             share = functional.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * share[..., 0:1] + dense * share[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def uneven_problem(num_experts: int, ep_size: int) -> str:
+    """Why ranks cannot share the experts; empty if they can."""
+    if ep_size >= 1 and num_experts % ep_size == 0:
+        return ""
+    even = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+    return (
+        f"num_experts = {num_experts} cannot be spread evenly over ep_size = {ep_size} ranks. Use ep_size {even}, or "
+        f"make num_experts a multiple of {ep_size}."
+    )
 
 
 def _unscaled() -> float:

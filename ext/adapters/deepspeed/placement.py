@@ -72,6 +72,23 @@ class PlacedPipelineModule(PipelineModule):
             raise ConfigError(*(f"{KEY}: {problem}" for problem in error.problems)) from None
         self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])
 
+    def _build(self) -> None:
+        """As the host's; a layer that one stage cannot build is the same error on every rank."""
+        failure: Exception | None = None
+        try:
+            super()._build()
+        except Exception as error:  # noqa: BLE001 - raised again, on every rank
+            failure = error
+        story = None
+        if failure is not None:
+            index = self._local_start + len(self.forward_funcs)
+            kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
+            story = f"layer {index} ({names_of(self._layer_specs)[index]}) cannot be built: {kind}{failure}"
+        everyone: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(everyone, story)
+        if any(everyone):
+            raise ConfigError(*dict.fromkeys(filter(None, everyone))) from failure
+
 
 class ScriptPipelineModule(PlacedPipelineModule):
     """What a script that runs under ``ext.run`` builds where it says PipelineModule; ``ext.run`` sets `ds_config`."""

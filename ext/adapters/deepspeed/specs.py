@@ -14,6 +14,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ext.adapters.deepspeed.moe import isolate
+from ext.core.errors import ConfigError
 from ext.cost.profile import LOSS, LayerProfile
 from ext.runtime.profile import ProfiledLayer
 
@@ -106,7 +107,10 @@ def _build(spec: Any, device: str, dtype: torch.dtype) -> Any:
         return layer
     if not isinstance(spec, LayerSpec):
         return spec
-    layer = spec.build().to(device, dtype).train()
+    try:
+        layer = spec.build().to(device, dtype).train()
+    except AssertionError as error:  # how the host refuses arguments, such as experts that ranks cannot share
+        raise ConfigError(f"the layer {_name(spec)} cannot be built: {error}") from error
     isolate(layer)
     forward_fn = getattr(spec, "forward_fn", None)
     return layer if forward_fn is None else partial(forward_fn, layer)
