@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -374,10 +375,24 @@ def _open_pair(ranks: tuple[int, int], label: str, device: torch.device) -> Any:
     me = ranks.index(dist.get_rank())
     if device.type == "cuda":
         return dist.ProcessGroupNCCL(store, me, 2, dist.ProcessGroupNCCL.Options())
-    return dist.ProcessGroupGloo(store, me, 2, _OPEN_TIMEOUT)
+    return dist.ProcessGroupGloo(store, me, 2, _gloo_options())
 
 
 _num_opened: dict[tuple[tuple[int, int], str], int] = {}
+
+
+def _gloo_options() -> Any:
+    """For a group of point-to-point messages. All share one thread, which wakes a hundred times a second."""
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices, options._threads, options._timeout = _gloo_devices(), 1, _OPEN_TIMEOUT
+    return options
+
+
+@cache
+def _gloo_devices() -> Any:
+    """What gloo chooses for any group of this process, by GLOO_SOCKET_IFNAME or the host's name."""
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, _OPEN_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
+    return alone.options._devices  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from emulated_network import DEVICE, emulated_network, enter
@@ -110,6 +111,7 @@ def _on_rank(
         enter(namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    _share_gloo_thread()
     makers: Any = importlib.import_module(host)
     makers.prepare()
 
@@ -170,6 +172,28 @@ def _timed(step: Any, setting: Setting) -> float:
     end = torch.tensor(time.monotonic(), dtype=torch.float64)
     dist.all_reduce(end, op=dist.ReduceOp.MAX)
     return end.item() - start
+
+
+def _share_gloo_thread() -> None:
+    """Let all gloo groups that this process makes from now on be served by one thread.
+
+    Each group has one otherwise, which wakes a hundred times a second whether there is anything to do or not: those
+    of the contestants that wait for their turn would take a good part of a core from the one whose turn it is.
+    """
+    import torch
+    from torch.distributed import distributed_c10d
+
+    original: Any = distributed_c10d.ProcessGroupGloo
+    world: Any = distributed_c10d._get_default_group()
+    devices = world._get_backend(torch.device("cpu")).options._devices
+
+    class Sharing(original):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = original._Options()
+            options._devices, options._timeout = devices, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Sharing
 
 
 def _silence() -> None:
