@@ -30,7 +30,10 @@ LONG_ENOUGH_NS = 5e7
 
 @dataclass(frozen=True)
 class Probe:
-    """What to measure: both dispatchers on rows of one shape, with a capacity (``k`` None) or with k choices."""
+    """What to measure: both dispatchers on rows of one shape, with a capacity (``k`` None) or with k choices.
+
+    ``variant`` names dispatchers that differ from those of `ext.moe.dispatcher`.
+    """
 
     linear: Dispatcher
     hierarchical: Dispatcher
@@ -38,12 +41,14 @@ class Probe:
     dtype: torch.dtype
     device: torch.device
     k: int | None
+    variant: str = ""
 
     @property
     def key(self) -> str:
         """What a measurement is valid for."""
         mode = "capacity" if self.k is None else f"dropless, k={self.k}"
-        return f"{self.linear.group.topology}, {self.linear.num_experts} experts, {mode}, {self.device.type}"
+        variant = f", {self.variant}" if self.variant else ""
+        return f"{self.linear.group.topology}, {self.linear.num_experts} experts, {mode}, {self.device.type}{variant}"
 
     @property
     def step(self) -> int:

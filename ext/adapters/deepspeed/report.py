@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from ext.pipeline.plan import Plan
 from ext.pipeline.simulate import simulate
 from ext.pipeline.trace import (
@@ -17,7 +15,7 @@ from ext.pipeline.trace import (
     measured_costs,
     simulated_trace,
 )
-from ext.runtime.recorder import RecordedStep
+from ext.runtime.tracing import gather_steps
 
 if TYPE_CHECKING:
     from ext.adapters.deepspeed.engine import PlanPipelineEngine
@@ -78,25 +76,12 @@ def measure(engine: PlanPipelineEngine, num_steps: int = NUM_STEPS) -> StepRepor
         engine: as `ext.initialize` returns it, with an ``"ext"`` block.
         num_steps: how many of the last steps to look at; fewer where fewer were made.
     """
-    gathered = gather_steps(engine, num_steps + 1)
+    group = engine.grid.get_pipe_parallel_group()
+    gathered = gather_steps(engine.recorder, num_steps + 1, group, engine.num_stages)
     if not gathered:
         return None
     gathered = gathered[1:] or gathered
     return report(engine.plan, [trace for trace, _ in gathered], [seconds for _, seconds in gathered])
-
-
-def gather_steps(engine: PlanPipelineEngine, num_steps: int) -> list[tuple[StepTrace, float]]:
-    """The last recorded steps of all ranks of the pipeline, each with its whole time in seconds. Collective."""
-    mine = engine.recorder.recorded(num_steps)
-    everyone: list[list[RecordedStep]] = [mine] * engine.num_stages
-    if engine.num_stages > 1:
-        dist.all_gather_object(everyone, mine, group=engine.grid.get_pipe_parallel_group())
-    steps = []
-    for ranks in zip(*everyone, strict=True):
-        whole = max(step.end for step in ranks) - min(step.start for step in ranks)
-        rows = tuple(tuple(sorted(step.spans, key=lambda span: span.start)) for step in ranks)
-        steps.append((StepTrace(ranks[0].step, rows), whole))
-    return steps
 
 
 def report(plan: Plan, traces: list[StepTrace], step_times_s: list[float]) -> StepReport:

@@ -108,7 +108,7 @@ def _request(file: str | None, typed: Mapping[str, str]) -> Request:
     request = Request(None, names, file)
     if file is not None or typed:
         config, found = read_block(block)
-        problems += [_by_flag(problem, names) for problem in found]
+        problems += [_by_flag(problem, names, file) for problem in found]
         request = replace(request, config=config)
     messages = [str(problem) for problem in problems]
     if request.config is not None:
@@ -130,12 +130,14 @@ def _put(block: dict[str, Any], path: str, value: Any, file: str | None) -> Iter
     within[key] = value
 
 
-def _by_flag(problem: Problem, names: Mapping[str, str]) -> Problem:
-    """The problem under the name of the flag that its key came from."""
+def _by_flag(problem: Problem, names: Mapping[str, str], file: str | None) -> Problem:
+    """The problem under the name of the flag that its key came from, or without a file could only come from."""
     key = problem.key.removeprefix("ext").lstrip(".")
     for path, name in names.items():
         if key == path or key.startswith(f"{path}."):
             return Problem(name, f"{key[len(path) + 1 :]}: {problem.message}" if key != path else problem.message)
+    if file is None and key in {flag.path for flag in flags()}:
+        return Problem(_flag_name(key), problem.message)
     return problem
 
 

@@ -26,7 +26,9 @@ def problems(args: Any, request: Request, *, on_cpu: bool = False) -> list[str]:
     config = request.config
     if config is None:
         return []
-    experts = list(_without_experts(args, request)) if config.moe is not None else []
+    experts = list(_impossible_experts(args))
+    if config.moe is not None:
+        experts += [*_without_experts(args, request), *_wrong_topology(args, config, request.name)]
     if not resolve.runs_plans(config):
         return experts
     schedule = SCHEDULES.get(resolve.schedule_type(config))
@@ -55,6 +57,39 @@ def _without_experts(args: Any, request: Request) -> Iterator[str]:
         yield (
             f"{name}: needs --moe-token-dispatcher-type alltoall, found {args.moe_token_dispatcher_type}. Change it, "
             f"or remove {name}."
+        )
+
+
+def _impossible_experts(args: Any) -> Iterator[str]:
+    """What Megatron refuses itself, but later and without the numbers."""
+    experts = getattr(args, "num_experts", None)
+    if not experts:
+        return
+    ranks, top_k = getattr(args, "expert_model_parallel_size", None) or 1, getattr(args, "moe_router_topk", None)
+    if experts % ranks:
+        even = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        yield (
+            f"--expert-model-parallel-size {ranks}: so many ranks cannot share --num-experts {experts} evenly. Use "
+            f"{even}, or another number of experts."
+        )
+    if top_k and top_k > experts:
+        yield f"--moe-router-topk {top_k}: allowed are 1 to {experts}, the --num-experts. Lower it."
+    shared = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size or 1
+    stages = args.pipeline_model_parallel_size or 1
+    if args.world_size % (ranks * shared * stages):
+        yield (
+            f"--expert-model-parallel-size {ranks}: {ranks} x {shared} tensor-parallel ranks of an expert x {stages} "
+            f"pipeline stages do not divide the {args.world_size} ranks. Lower one of them, or start other ranks."
+        )
+
+
+def _wrong_topology(args: Any, config: ExtConfig, name: Callable[[str], str]) -> Iterator[str]:
+    assert config.moe is not None
+    given = config.moe.topology.ranks_per_node
+    if given is not None and args.world_size % given:
+        yield (
+            f"{name('moe.topology.ranks_per_node')}: {given} does not divide the world size {args.world_size}. Give "
+            "the number of ranks on each node, or remove it to use the ranks' hosts."
         )
 
 

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 import patches
 from ext.adapters.megatron import arguments
 from ext.adapters.megatron.arguments import Request
-from ext.adapters.megatron.moe import connect
+from ext.adapters.megatron.moe import Connection, connect
 from ext.adapters.megatron.resolve import runs_plans
 from ext.adapters.megatron.schedule import PlanForwardBackward
 from ext.adapters.megatron.states import ADAM_MOMENTS
@@ -29,14 +29,17 @@ class _Active:
     function: PlanForwardBackward | None = None
     config: ExtConfig | None = None
     is_connected = False
+    connections: tuple[Connection, ...] = ()
+    told = ""
 
 
-def activate(request: Request, moments: int = ADAM_MOMENTS) -> None:
-    """From here on `get_forward_backward_func` obeys the request; ``moments`` as in `PlanForwardBackward`."""
+def activate(request: Request, moments: int = ADAM_MOMENTS, iteration: Callable[[], int] | None = None) -> None:
+    """From here on `get_forward_backward_func` obeys the request; the rest as in `PlanForwardBackward`."""
     config = _Active.config = request.config
-    _Active.is_connected = False
-    wanted = config is not None and runs_plans(config)
-    _Active.function = PlanForwardBackward(config, request.name, moments) if config is not None and wanted else None
+    _Active.is_connected, _Active.told = False, ""
+    _Active.function = None
+    if config is not None and runs_plans(config):
+        _Active.function = PlanForwardBackward(config, request.name, moments, iteration)
     if config is not None and config.moe is not None:
         patches.apply("megatron_token_dispatcher")
 
@@ -54,10 +57,17 @@ def _connect_and_run(function: Callable[..., Any], config: ExtConfig, **call: An
     if not _Active.is_connected:
         _Active.is_connected = True
         chunks = call["model"] if isinstance(call["model"], list) else [call["model"]]
-        texts = [connect(chunk, config) for chunk in chunks]
-        if dist.get_rank() == 0:
-            print(f"megatron-deepspeed-ext: MoE dispatcher {texts[0]}", file=sys.stderr, flush=True)  # noqa: T201
-    return function(**call)
+        _Active.connections = tuple(connect(chunk, config) for chunk in chunks)
+    outcome = function(**call)
+    _tell_dispatcher(_Active.connections[0].describe())
+    return outcome
+
+
+def _tell_dispatcher(text: str) -> None:
+    """What takes tokens to their experts, once, and what a measurement chose, each time that it chooses anew."""
+    if text != _Active.told and dist.get_rank() == 0:
+        print(f"megatron-deepspeed-ext: MoE dispatcher {text}", file=sys.stderr, flush=True)  # noqa: T201
+    _Active.told = text
 
 
 def with_our_flags(provider: Callable[..., Any] | None) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:

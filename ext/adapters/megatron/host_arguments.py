@@ -21,5 +21,5 @@ def parse_args(extra_args_provider: Callable[..., Any] | None = None, ignore_unk
     request = host.given_request()
     args = _host_parse_args(host.with_our_flags(extra_args_provider), ignore_unknown_args)
     check.raise_if_any(check.problems(args, request, on_cpu=not torch.cuda.is_available()))
-    host.activate(request, moments_of(args))
+    host.activate(request, moments_of(args), lambda: args.curr_iteration)
     return args

@@ -120,7 +120,7 @@ class Plans:
             units = shared_profiles(measured.units, self._stage, self._group)
             about = {"device": "cuda" if torch.cuda.is_available() else "cpu", "torch": str(torch.__version__)}
             known = partial(known_units, self._config, layers, units, about)
-            self._units = self._as_typed(lambda: self.guard.from_rank_0(known))
+            self._units = self.as_typed(lambda: self.guard.from_rank_0(known))
         last = len(layers) - 1
         stages = [Stage(stage, is_last=i == last, copies_inputs=False) for i, stage in enumerate(layers)]
         self._profile = PipelineProfile(tuple(stages), self._states)
@@ -132,7 +132,7 @@ class Plans:
             ConfigError: on every rank: schedule, policy, budget and model do not fit.
         """
         if num_microbatches not in self._decisions:
-            self._decisions[num_microbatches] = self._as_typed(partial(self._decide, num_microbatches))
+            self._decisions[num_microbatches] = self.as_typed(partial(self._decide, num_microbatches))
         return self._decisions[num_microbatches]
 
     def units_of(self, num_microbatches: int, stage: int) -> StageUnits | None:
@@ -203,7 +203,7 @@ class Plans:
             line = resolved.summary(f"megatron-core {versions['megatron-core']}", decision)
             print(line, file=sys.stderr, flush=True)  # noqa: T201 - the promised line
 
-    def _as_typed(self, make: Callable[[], T]) -> T:
+    def as_typed(self, make: Callable[[], T]) -> T:
         """What ``make()`` gives; keys in its errors are called as the user wrote them."""
         try:
             return make()

@@ -29,8 +29,11 @@ from ext.pipeline.memory_table import StageMemory
 from ext.pipeline.plan import Plan
 from ext.recompute.pipeline_tables import PipelineTables
 from ext.recompute.report import RecomputeReport
+from ext.runtime.alarm import Alarm
 from ext.runtime.channels import Links
 from ext.runtime.guard import FailureGuard
+from ext.runtime.recorder import Recorder, clock_for
+from ext.runtime.tracing import Tracer
 from ext.runtime.watchdog import Watchdog
 
 
@@ -44,10 +47,15 @@ class PlanForwardBackward:
         config: pipeline and recompute settings.
         name: how a dotted key is called in errors, for settings that came from flags.
         moments: numbers that the optimizer keeps per parameter, for memory budgets.
+        iteration: the number of the training step that comes, from 0; absent: calls are counted.
     """
 
     def __init__(
-        self, config: ExtConfig, name: Callable[[str], str] = "ext.{}".format, moments: int = ADAM_MOMENTS
+        self,
+        config: ExtConfig,
+        name: Callable[[str], str] = "ext.{}".format,
+        moments: int = ADAM_MOMENTS,
+        iteration: Callable[[], int] | None = None,
     ) -> None:
         check.raise_if_any(unsupported(config, tuple(flag.path for flag in arguments.flags()), name))
         self.config = config
@@ -57,8 +65,11 @@ class PlanForwardBackward:
         self._moments = moments
         self._plans: Plans | None = None
         self._links: Links | None = None
-        self._guards_steps = False
         self._watchdog: Watchdog | None = None
+        self._num_trained = 0
+        self._iteration = iteration or (lambda: self._num_trained)
+        self._recorder: Recorder | None = None
+        self._tracer: Tracer | None = None
 
     def __call__(
         self,
@@ -104,22 +115,48 @@ class PlanForwardBackward:
         assert self._plans is not None
         units = None if forward_only else self._plans.units_of(num_microbatches, rank)
         assert self._watchdog is not None
-        step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync, units, self._watchdog)
+        assert self._recorder is not None
+        step = Step(
+            call, plan, rank, self._links, transformer_layers(chunk), sync, units, self._watchdog,
+            self._plans.guard.alarm, self._recorder,
+        )  # fmt: skip
         self.recompute_report = None if units is None else units.report
+        with self._traced(call, plan, groups.pp):
+            self._run_call(step, groups, force_all_reduce)
+        return step.store
+
+    def _run_call(self, step: Step, groups: Any, force_all_reduce: bool) -> None:
+        """The step, and what Megatron's own function does around it."""
+        host_config, plan, sync = step.call.config, step.plan, step.grad_sync
         if host_config.timers is not None:
             host_config.timers("forward-backward", log_level=1).start(barrier=host_config.barrier_with_L1_time)
         self._run(step)
-        if not forward_only:
+        if not step.call.forward_only:
             sync.finish()
-            self.recomputes = dict.fromkeys(plan.stages_of(rank), step.num_reruns)
+            self.recomputes = dict.fromkeys(plan.stages_of(step.rank), step.num_reruns)
             if host_config.finalize_model_grads_func is not None:
                 num_tokens = step.num_tokens if host_config.calculate_per_token_loss else None
                 host_config.finalize_model_grads_func(
-                    [chunk], num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
+                    [step.call.model], num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
                 )
         if host_config.timers is not None:
             host_config.timers("forward-backward").stop()
-        return step.store
+
+    @contextmanager
+    def _traced(self, call: Call, plan: Plan, group: Any) -> Iterator[None]:
+        """A chosen training step is recorded, and gathered where the file is that of this pipeline."""
+        if call.forward_only:
+            yield
+            return
+        number, tracer, recorder = self._iteration(), self._tracer, self._recorder
+        self._num_trained += 1
+        if tracer is None or recorder is None or not tracer.wants(number):
+            yield
+            return
+        with recorder.step(number):
+            yield
+        if dist.get_global_rank(group, 0) == 0:
+            tracer.add(number, plan, recorder, group, plan.num_ranks)
 
     @property
     def plan(self) -> Plan | None:
@@ -162,9 +199,16 @@ class PlanForwardBackward:
         host_config = call.config
         if self._plans is None:
             self._plans = Plans(self.config, self._name, call.model, host_config, groups, self._moments)
-            # Elsewhere ranks wait for each other inside a step; one that failed would wait for them in vain.
-            self._guards_steps = groups.tp.size() == groups.cp.size() == host_config.expert_model_parallel_size == 1
+            if max(groups.tp.size(), groups.cp.size(), host_config.expert_model_parallel_size) > 1:
+                # Ranks wait for each other inside a step, where only the alarm reaches them.
+                self._plans.guard.alarm = Alarm.shared()
             self._watchdog = Watchdog(self.config.watchdog)
+            self._recorder = Recorder(clock_for(_device(call.model)))
+            trace = self.config.trace
+            if trace is not None:
+                self._tracer = self._plans.as_typed(
+                    lambda: Tracer.opened(trace.path, trace.steps, self._plans.guard)  # type: ignore[union-attr]
+                )
         if self._links is None:
             self._links = _open_links(call.model, groups, dynamic=host_config.variable_seq_lengths)
         data = call.data_iterator
@@ -207,24 +251,20 @@ class PlanForwardBackward:
             num_taken: micro-batches that were taken before.
         """
         assert self._plans is not None
-        guard = self._plans.guard if self._guards_steps else None
-        if guard is not None:
-            guard.start_step()
+        guard = self._plans.guard
+        guard.start_step()
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again, on every rank
             self._close_links()
             if isinstance(error, StopIteration):
                 error = DataError(
                     f"a step needs {call.num_microbatches} micro-batches, the data iterator gave {num_taken()}. Give "
                     "it more data, or lower --global-batch-size or --eval-iters."
                 )
-            if guard is None:
-                raise error
             guard.agree(error)
         else:
-            if guard is not None:
-                self._agree_on_success(guard)
+            self._agree_on_success(guard)
 
     def _agree_on_success(self, guard: FailureGuard) -> None:
         try:
@@ -264,6 +304,9 @@ def _groups() -> Any:
 
 def _open_links(model: nn.Module, groups: Any, *, dynamic: bool) -> Links:
     ranks = dist.get_process_group_ranks(groups.pp)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     neighbours = zip(range(len(ranks)), range(1, len(ranks)), strict=False)
-    return Links(ranks, ranks.index(dist.get_rank()), neighbours, device, dynamic=dynamic)
+    return Links(ranks, ranks.index(dist.get_rank()), neighbours, _device(model), dynamic=dynamic)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

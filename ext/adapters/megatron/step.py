@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,12 +18,14 @@ from ext.adapters.megatron.grad_sync import GradSync
 from ext.adapters.megatron.layers import MegatronRngTracker, dropped, forwards_replaced, statistics_kept
 from ext.adapters.megatron.units import as_host, bound
 from ext.core.errors import DataError
-from ext.pipeline.actions import B, Kind
+from ext.pipeline.actions import Action, B, Kind
 from ext.pipeline.plan import Plan
 from ext.recompute.regions import MicrobatchRegions
 from ext.recompute.stage_units import StageUnits
 from ext.recompute.unit_engine import MicrobatchUnits
+from ext.runtime.alarm import Alarm
 from ext.runtime.channels import Links, Receiver, TensorSpec, as_tuple
+from ext.runtime.recorder import HostClock, Recorder
 from ext.runtime.split_backward import WeightGradQueue
 from ext.runtime.watchdog import Watchdog
 
@@ -100,6 +103,8 @@ class Step:
     grad_sync: GradSync
     units: StageUnits | None = None
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(None))
+    alarm: Alarm | None = None
+    recorder: Recorder = field(default_factory=lambda: Recorder(HostClock()))
     store: list[Any] = field(default_factory=list)
     num_reruns: int = 0
     num_forwards: int = 0
@@ -119,21 +124,37 @@ class Step:
         for action in self.plan.orders[self.rank]:
             if action == self._last_backward:
                 self.grad_sync.before_last_backward()
-            with self.watchdog.action(str(action)):
+            if self.alarm is not None:
+                self.alarm.raise_if_rung()
+            with self.watchdog.action(str(action)), self._recorded(action):
                 _HANDLERS[action.kind](self, action.stage, action.microbatch)
         with self.watchdog.action("what was sent but has not left"):
             self.links.drain()
+        self.recorder.actions_done(self.rank)
 
-    def _received(self, channel: Receiver, microbatch: int) -> Any:
-        with self.watchdog.waiting(f"micro-batch {microbatch} of {channel.name}"):
+    def _recorded(self, action: Action) -> AbstractContextManager[None]:
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            return contextlib.nullcontext()  # posting a receive takes no time; the wait for it is recorded
+        return self.recorder.action(action.kind, action.stage, action.microbatch)
+
+    def _received(self, channel: Receiver, kind: Kind, stage: int, microbatch: int) -> Any:
+        what = f"micro-batch {microbatch} of {channel.name}"
+        with self.watchdog.waiting(what), self.recorder.waiting(str(kind), stage, microbatch):
             return channel.wait(microbatch)
+
+    @contextlib.contextmanager
+    def _rerunning(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around every re-run of layers."""
+        with statistics_kept(self.layers), self.recorder.rerun(stage, microbatch):
+            yield
 
     # -- compute -------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
         call, flight = self.call, self._flights[microbatch]
         if stage > 0:
-            inputs = self._received(self.links.inputs_from(self.plan.rank_of[stage - 1]), microbatch)
+            channel = self.links.inputs_from(self.plan.rank_of[stage - 1])
+            inputs = self._received(channel, Kind.RECV_F, stage, microbatch)
             assert isinstance(inputs, Tensor)
             flight.inputs = inputs if call.forward_only else inputs.requires_grad_()
         with self._layers_as_planned(stage, microbatch, flight):
@@ -159,7 +180,8 @@ class Step:
         call, flight = self.call, self._flights[microbatch]
         gradient = None
         if stage < self.plan.num_stages - 1:
-            received = self._received(self.links.output_grads_from(self.plan.rank_of[stage + 1]), microbatch)
+            channel = self.links.output_grads_from(self.plan.rank_of[stage + 1])
+            received = self._received(channel, Kind.RECV_B, stage, microbatch)
             gradient = as_tuple(received)[0]
         regions = flight.regions
         with contextlib.nullcontext() if regions is None else regions.backward():
@@ -199,7 +221,7 @@ class Step:
         if self.call.forward_only or not count:
             yield
             return
-        regions = flight.regions = MicrobatchRegions(self._trackers, partial(statistics_kept, self.layers))
+        regions = flight.regions = MicrobatchRegions(self._trackers, partial(self._rerunning, stage, microbatch))
         replace = dropped(regions)
         forwards = [layer.forward for layer in self.layers[:count]]
         if self.plan.split_backwards:  # the re-run makes the graph that the backward walks
@@ -222,7 +244,7 @@ class Step:
         flight.regions, (_, *stand_ins) = units.start(
             [None, *layers, *[None] * num_behind],
             around=self.weight_grads.interception if is_split else contextlib.nullcontext,
-            recomputing=partial(statistics_kept, self.layers),
+            recomputing=partial(self._rerunning, stage, microbatch),
             next_backward=next_backward,
         )
         with forwards_replaced(self.layers, [as_host(*pair) for pair in zip(layers, stand_ins, strict=False)]):

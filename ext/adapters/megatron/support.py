@@ -20,6 +20,8 @@ SUPPORTED = frozenset(
         "recompute.overlap",
         "moe.dispatcher",
         "moe.topology.ranks_per_node",
+        "trace.path",
+        "trace.steps",
         "watchdog",
     }
 )
@@ -50,11 +52,6 @@ def unsupported(config: ExtConfig, keys: tuple[str, ...], name: Callable[[str], 
 
 
 def _dispatcher_problems(options: Any, name: str) -> list[str]:
-    if options.type not in ("linear", "hierarchical"):
-        return [
-            f"{name}: '{options.type}' is not built for Megatron in this release ({ext.__version__}). Use 'linear' or "
-            "'hierarchical'."
-        ]
     if options.type == "hierarchical" and options.deduplicate:
         return [
             f"{name}: 'deduplicate' cannot work here: Megatron makes a copy of a token per expert before it is sent. "

@@ -25,6 +25,7 @@ class AutoDispatcher(ChoosingDispatcher):
     """Chooses by size from a measurement; linear within 2 %.
 
     It measures on the first call, per number of choices and mode, and again for a call much larger than all before.
+    Measurements of one ``variant`` do not serve another.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class AutoDispatcher(ChoosingDispatcher):
         hierarchical: Dispatcher,
         probe_seconds: float,
         probe_file: str | None,
+        variant: str = "",
     ) -> None:
         super().__init__(group, num_experts)
         self.linear = linear
         self.hierarchical = hierarchical
         self._probe_seconds = probe_seconds
         self._probe_file = probe_file
+        self._variant = variant
         self._reasons: dict[str, str] = {}
         self._chosen: dict[tuple[int, int | None, int, torch.dtype], Dispatcher] = {}
 
@@ -53,7 +56,16 @@ class AutoDispatcher(ChoosingDispatcher):
         rows = routes.max_tokens if routes.capacity is None else routes.capacity
         if rows is None:
             (rows,), _ = extremes(torch.tensor([x.shape[0]], device=x.device), self.group.process_group)
-        k = routes.ids.shape[1] if routes.capacity is None else None
+        return self.choose(x, rows, routes.ids.shape[1] if routes.capacity is None else None)
+
+    def choose(self, x: Tensor, rows: int, k: int | None) -> Dispatcher:
+        """The faster dispatcher of a call. Collective over the group, whose ranks must give the same.
+
+        Args:
+            x: (tokens, hidden), whose width, dtype and device count.
+            rows: the most tokens of any rank, or with a capacity the rows of an expert.
+            k: choices per token; None with a capacity.
+        """
         key = (rows, k, x.shape[1], x.dtype)
         chosen = self._chosen.get(key)
         if chosen is None:
@@ -63,7 +75,7 @@ class AutoDispatcher(ChoosingDispatcher):
         return chosen
 
     def _measured_choice(self, x: Tensor, rows: int, k: int | None) -> Dispatcher:
-        probe = Probe(self.linear, self.hierarchical, x.shape[1], x.dtype, x.device, k)
+        probe = Probe(self.linear, self.hierarchical, x.shape[1], x.dtype, x.device, k, self._variant)
         size = rows * probe.step
         table = measured(probe, size, self._probe_seconds, self._probe_file)
         is_two_level = table.prefers_hierarchical(size)

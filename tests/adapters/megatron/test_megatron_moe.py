@@ -1,8 +1,11 @@
 """Experts of megatron-core: spread over ranks as on one, in two hops bit-equal to one, under plans and recompute."""
 
+import re
+
 import pytest
 import torch
 
+from ext.core.errors import ConfigError, RoutingError
 from ext.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -13,7 +16,11 @@ MOE = {
 }  # fmt: skip
 
 
-def _build(kind, **config):
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "variable_seq_lengths": True}
+AUTO = {"type": "auto", "probe_seconds": 0.3}
+
+
+def _build(kind, ranks_per_node=2, **config):
     """The model with the dispatcher ``kind``; None for Megatron's own."""
     from ext.adapters.megatron import moe, testing
     from ext.config import ExtConfig
@@ -24,9 +31,9 @@ def _build(kind, **config):
 
     with patches.applied("megatron_token_dispatcher"):
         model = testing.build(**{**MOE, **config})
-    block = {"moe": {"dispatcher": kind, "topology": {"ranks_per_node": 2}}}
-    text = moe.connect(model, ExtConfig.from_block(block))
-    assert text.startswith(kind if isinstance(kind, str) else "hierarchical"), text
+    block = {"moe": {"dispatcher": kind, "topology": {"ranks_per_node": ranks_per_node}}}
+    text = moe.connect(model, ExtConfig.from_block(block)).describe()
+    assert text.startswith(kind if isinstance(kind, str) else kind["type"]), text
     return model
 
 
@@ -56,7 +63,7 @@ def _spread(rank, world_size):
     stock_gradients = testing.gradients(stock)
     assert stock_losses == pytest.approx(losses, abs=1e-6)
     node_first = {"type": "hierarchical", "order": "node_first"}
-    for kind in ("linear", "hierarchical", node_first):
+    for kind in ("linear", "hierarchical", node_first, AUTO):
         for function in (_function(), _function("1f1b", "full"), _function("zb_h1")):
             model = _build(kind)
             assert testing.train(function, model, data) == stock_losses
@@ -66,7 +73,7 @@ def _spread(rank, world_size):
     # capacities: every expert's rows travel, empty or not
     capacity = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     expected = None
-    for kind in (None, "linear", "hierarchical"):
+    for kind in (None, "linear", "hierarchical", AUTO):
         model = _build(kind, **capacity)
         found = testing.train(_function(), model, data), testing.gradients(model)
         expected = expected or found
@@ -74,9 +81,65 @@ def _spread(rank, world_size):
         assert all(torch.equal(g, expected[1][name]) for name, g in found[1].items())
     assert expected[0] != stock_losses
 
+    from ext.adapters.megatron.moe import ExchangeTokenDispatcher
+
+    # what `auto` chose, with both times; alike on all ranks
+    (dispatcher, *_) = (m.token_dispatcher for m in model.modules() if hasattr(m, "token_dispatcher"))
+    assert isinstance(dispatcher, ExchangeTokenDispatcher)
+    return dispatcher.connection.describe()
+
 
 def test_experts_over_four_ranks_on_two_nodes():
-    run_ranks(_spread, 4)
+    texts = run_ranks(_spread, 4)
+    assert len(set(texts)) == 1
+    size = r"(linear|hierarchical) at [\d.]+ KiB with a capacity: linear [\d.e-]+ ms, hierarchical [\d.e-]+ ms"
+    assert re.fullmatch(rf"auto \({size}\)", texts[0]), texts[0]
+
+
+def _bad_input(rank, world_size):
+    """The errors of every rank: two expert-parallel groups, of which one alone sees what is wrong."""
+    from ext.adapters.megatron import testing
+
+    texts = []
+
+    def refused(kind, data, poison=None, **config):
+        model = _build(kind, **config)
+        if poison is not None and rank == poison:
+            layer = list(model.module.decoder.layers)[-1]
+            layer.mlp.router.weight.data.fill_(float("nan"))
+        with pytest.raises(RoutingError) as error:
+            testing.train(_function("1f1b"), model, data)
+        texts.append(str(error.value))
+
+    for pp in (1, 2):
+        testing.parallel(ep=2, pp=pp)
+        refused("linear", testing.batches(2), poison=3 if pp == 1 else 0)
+        refused("linear", testing.batches(2, lengths=[16, 8 + 4 * (rank % 2)]), **PADDED)
+        # other numbers of tokens go on where nothing is padded
+        model = _build("linear", variable_seq_lengths=True)
+        testing.train(_function("1f1b"), model, testing.batches(2, lengths=[16, 1 + 4 * (rank % 2)]))
+    with pytest.raises(ConfigError) as error:
+        _build("linear", ranks_per_node=3)
+    return [*texts, str(error.value)]
+
+
+def test_what_one_expert_parallel_group_sees_is_the_same_error_on_all_ranks():
+    results = run_ranks(_bad_input, 4)
+    assert results[0] == results[1] == results[2] == results[3]
+    nan = "MoE layer {}: the router's logits are NaN or infinite on rank {}: 32 of 32 tokens."
+    capacity = "different values of capacity, which follows from the number of tokens: 8 on rank {}, 12 on rank {}."
+    for text, part in zip(
+        results[0],
+        [
+            nan.format(2, 3),
+            capacity.format(0, 1),
+            nan.format(1, 0),
+            capacity.format(0, 1),
+            "ext.moe.topology.ranks_per_node: 3 does not divide the world size 4",
+        ],
+        strict=True,
+    ):
+        assert part in text
 
 
 def _with_pipeline(rank, world_size):
