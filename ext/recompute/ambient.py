@@ -1,15 +1,25 @@
-"""What surrounds a forward and must surround its recompute: random numbers and autocast."""
+"""What surrounds a forward and must surround its recompute: random numbers, autocast, the default device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from ext.recompute.regions import RngTracker
+
+class RngTracker(Protocol):
+    """Named RNG streams beside torch's default ones, as tensor-parallel hosts keep them."""
+
+    def capture(self) -> Any:
+        """The state of every stream."""
+
+    def restore(self, state: Any) -> None:
+        """Set every stream to a captured state."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +82,9 @@ class AutocastState:
                     autocast = torch.autocast(device_type, dtype, enabled, self.cache_enabled)
                     stack.enter_context(autocast)
             yield
+
+
+def default_device() -> AbstractContextManager[Any]:
+    """What makes the default device the one of now; it may be entered again and again."""
+    modes = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, DeviceContext)), nullcontext())

@@ -1,10 +1,12 @@
 """Dropped layers give the gradients of kept layers, bit by bit, wherever the re-run happens."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ext.core.replay import is_replaying, remember
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
@@ -163,3 +165,152 @@ def test_decisions_are_replayed():
             output.sum().backward()
     assert decided == [0, 1]
     assert replays == [False, False, True, True]
+
+
+class Forgetful(nn.Module):
+    """Saves other tensors when it runs again, as chosen."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.change = change
+
+    def forward(self, x):
+        if is_replaying() and self.change == "shape":
+            x = torch.cat([x, x])
+        if is_replaying() and self.change == "fewer":
+            return x.detach()
+        return (x * self.weight).exp()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "shape",
+            r"saved \[3, 4\] float32 on cpu for its backward, and \[6, 4\] float32 on cpu when it was recomputed",
+        ),
+        ("fewer", "saved 2 tensors for its backward, and 2 fewer when it was recomputed"),
+    ],
+)
+def test_a_layer_that_runs_differently_is_refused(change, message):
+    regions = MicrobatchRegions()
+    DroppedLayer(Forgetful(change), regions)(torch.ones(3, 4))
+    with pytest.raises(CheckpointError, match=message):
+        regions.recompute()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_autocast_and_default_device_are_those_of_the_forward(early):
+    torch.manual_seed(0)
+    layer, x, seen = Block(), torch.randn(5, 16), []
+
+    def watched(inputs):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_default_device()))
+        return layer(inputs)
+
+    def gradients(dropped):
+        layer.zero_grad()
+        regions = MicrobatchRegions()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            loss = (DroppedLayer(watched, regions) if dropped else watched)(x).square().mean()
+        if early:
+            regions.recompute()
+        with regions.backward():
+            loss.backward()
+        return [p.grad.clone() for p in layer.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
+    assert seen == [(True, torch.device("meta"))] * 3
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_twice():
+    torch.manual_seed(0)
+    layer, regions = Block(), MicrobatchRegions()
+    loss = DroppedLayer(layer, regions)(torch.randn(5, 16)).square().mean()
+    with regions.backward():
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in layer.parameters()]
+        loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(layer.parameters(), once, strict=True))
+    assert regions.num_reruns == 2  # nothing is held between them
+
+
+def test_an_input_that_was_changed_is_found_out():
+    regions = MicrobatchRegions()
+    x = torch.randn(5, 16)
+    DroppedLayer(Block(), regions)(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        regions.recompute()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_layers_that_checkpoint_or_differentiate_inside(early):
+    torch.manual_seed(0)
+    inner, x = Block(), torch.randn(5, 16)
+
+    def checkpointing(inputs):
+        return checkpoint(inner, inputs.sin(), use_reentrant=False).cos()
+
+    def differentiating(inputs):
+        with torch.enable_grad():
+            given = inputs.detach().requires_grad_()
+            slope = torch.autograd.grad(inner(given).exp().sum(), given)[0]
+        return (inner(inputs) * slope).sin()
+
+    for layer in (checkpointing, differentiating):
+        want, _, _ = _gradients_of(layer, inner, x, dropped=False, early=early)
+        got, reruns, output = _gradients_of(layer, inner, x, dropped=True, early=early)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        assert reruns >= 1
+        assert output.requires_grad
+
+
+def _gradients_of(layer, owner, x, *, dropped, early):
+    owner.zero_grad()
+    torch.manual_seed(1)
+    regions = MicrobatchRegions()
+    output = (DroppedLayer(layer, regions) if dropped else layer)(x)
+    if early:
+        regions.recompute()
+    with regions.backward():
+        output.square().mean().backward()
+    return [p.grad.clone() for p in owner.parameters()], regions.num_reruns, output
+
+
+def test_what_is_no_tensor_is_passed_again_and_nothing_is_dropped_without_gradients():
+    weight = nn.Parameter(torch.ones(4))
+    seen = []
+
+    def layer(inputs):
+        x, scale, nothing = inputs
+        seen.append((scale, nothing))
+        return (x * weight * scale).exp()
+
+    regions = MicrobatchRegions()
+    output = DroppedLayer(layer, regions)((torch.ones(4), 2.0, None))
+    with torch.no_grad():
+        assert torch.equal(DroppedLayer(layer, regions)((torch.ones(4), 2.0, None)), output)
+    with regions.backward():
+        output.sum().backward()
+    assert seen == [(2.0, None)] * 3
+    assert regions.num_reruns == 1
+
+
+def test_what_was_brought_back_goes_without_the_garbage_collector():
+    layer = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))  # Tanh saves what it gives
+    regions, kept = MicrobatchRegions(), []
+    layer[1].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
+    gc.collect()
+    gc.disable()
+    try:
+        output = DroppedLayer(layer, regions)(torch.randn(7, 16))
+        with regions.backward():
+            output.sum().backward()
+        del output
+        assert len(kept) == 2
+        assert all(reference() is None for reference in kept)
+    finally:
+        gc.enable()
