@@ -87,6 +87,8 @@ class StageProblem:
         windows: in which recomputation is free, without C.
         held: most micro-batches that hold recomputed values at once because their weight gradients wait (a split
             backward); 0 where a backward frees them layer by layer.
+        temporaries_are_free: values that no backward reads count nothing where they come back on demand, as others
+            take their place (see `ext.recompute.transient`).
     """
 
     layer: LayerCosts
@@ -95,6 +97,7 @@ class StageProblem:
     budget: int
     windows: tuple[Window, ...] = ()
     held: int = 0
+    temporaries_are_free: bool = False
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.in_flight < 1 or self.held < 0:
@@ -141,7 +144,8 @@ class StageProblem:
             options.append(Option(UNUSED, 0.0, 0, 0, _NEVER))
         waiting = self.held * unit.bytes
         transient = 0 if self.held else unit.bytes
-        options.append(Option(ON_DEMAND, unit.time, waiting, transient, on_demand_position(unit.half)))
+        on_demand = transient if unit.needed or not self.temporaries_are_free else 0
+        options.append(Option(ON_DEMAND, unit.time, waiting, on_demand, on_demand_position(unit.half)))
         if unit.communication:
             return options
         for window in self.windows:

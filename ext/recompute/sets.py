@@ -29,8 +29,14 @@ class Sets:
         # Without a stage-wide window, or with one layer, every recompute holds its bytes once; where they wait for
         # weight gradients, no window changes for how long.
         waiting = problem.num_layers * problem.held
-        self.on_demand_bytes = np.array([float((waiting or 1) * unit.bytes) for unit in units])
-        self.extra_bytes = (0 if waiting else problem.num_layers - 1) * self.on_demand_bytes
+        whole = np.array([float((waiting or problem.num_layers) * unit.bytes) for unit in units])
+        self.on_demand_bytes = np.array(
+            [
+                float(group[ON_DEMAND].bytes_for(problem.num_layers)) if ON_DEMAND in group else 0.0
+                for group in self.decide
+            ]
+        )
+        self.extra_bytes = whole - self.on_demand_bytes
         self.kept, self.recomputed = self._enumerate()
         keep_bytes = np.array(
             [group[KEEP].bytes_for(problem.num_layers) if KEEP in group else 0 for group in self.decide], dtype=float

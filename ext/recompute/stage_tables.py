@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ext.recompute.problem import InfeasibleBudget, Solution, StageProblem
 from ext.recompute.table import KEEP, UNUSED, UnitTable, keep_all
+from ext.recompute.transient import solve_tightly, transient_bytes
 from ext.recompute.units import LayerCosts, UnitCosts
-from ext.recompute.windows import Window, all_reduce_windows
+from ext.recompute.windows import BEFORE_BACKWARD, IN_BACKWARD, Window, all_reduce_windows
 
 Solve = Callable[[StageProblem], Solution]
+ALL = (*BEFORE_BACKWARD, *IN_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,7 @@ def solve_stage(stage: StageLayers, solve: Solve) -> StageTables:
         for kind in kinds
     ]
     most = [p.in_flight * p.num_layers * p.layer.activation_bytes for p in problems]
-    if sum(most) <= stage.budget:
-        solve = _keep_all
+    solve = _keep_all if sum(most) <= stage.budget else partial(solve_tightly, solve=solve)
     least = [_least(problem, solve) for problem in problems]
     if sum(least) > stage.budget:
         raise InfeasibleBudget(stage.budget, sum(least))
@@ -259,5 +261,12 @@ def size(layers: Iterable[Iterable[UnitCosts]]) -> int:
 
 
 def working_set(tables: StageTables, *windows: str) -> int:
-    """Most bytes that the units of these windows, of one layer, bring back."""
-    return max((size([units]) for units in tables.recomputed(*windows)), default=0)
+    """Most bytes that the units of these windows, of one layer, hold at once; of all windows where none is named."""
+    return max(
+        (
+            transient_bytes(part.problem.layer, table, windows or ALL)
+            for part in tables.parts
+            for table in part.solution.tables
+        ),
+        default=0,
+    )
