@@ -1,9 +1,9 @@
 """Step time of recompute policies in a real pipeline: two ranks of the DeepSpeed engine under 1F1B, one core each.
 
 Modes are no recompute, torch's own checkpointing inside the layers, and HEU at budgets that make it save at least the
-wanted shares of a stage's activations; the budgets follow from the profile that the run itself takes. Every mode gives
-bit for bit the same gradients, or the benchmark fails. Modes take turns, from a barrier to a barrier, and a ratio is
-the median over turns of two times in the same turn. Clocks are those of the wall: two ranks need two idle cores.
+wanted shares of a stage's activations; the budgets are searched with the profile that the run itself takes. Every mode
+gives bit for bit the same gradients, or the benchmark fails. Modes take turns, from a barrier to a barrier, and a ratio
+is the median over turns of two times in the same turn. Clocks are those of the wall: two ranks need two idle cores.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def _modes(setting: Setting) -> list[Mode]:
     sample = next(_data(setting))
     budget = {"policy": "lynx_heu", "memory_budget_gib": ENOUGH}
     profiled = _engine(setting, budget, sample_batch=sample)
-    for share in setting.saved:
-        recompute = {"policy": "lynx_heu", "memory_budget_gib": _budgets(profiled, share)}
+    for share, budgets in zip(setting.saved, _budgets(profiled, setting.saved), strict=True):
+        recompute = {"policy": "lynx_heu", "memory_budget_gib": budgets}
         modes.append(Mode(f"heu_{share:g}", _engine(setting, recompute, sample_batch=sample)))
     return modes
 
@@ -188,16 +188,19 @@ def _engine(setting: Setting, recompute: dict[str, Any], stock: str | None = Non
     return ext.initialize(model=module, model_parameters=parameters, config=config, **arguments)[0]
 
 
-def _budgets(engine: Any, share: float) -> list[float]:
-    """The largest budgets in GiB with which each stage's forwards do without this share of their activations."""
-    found = [[_budget(engine, stage, share) for stage in range(NUM_RANKS)] if dist.get_rank() == 0 else None]
+def _budgets(engine: Any, shares: Sequence[float]) -> list[list[float]]:
+    """By share, budgets in GiB for which each stage's forwards do without this share of their activations.
+
+    Of those that make a stage save enough, one with the least recomputation in the critical path is taken.
+    """
+    found = [[_of_stage(engine, stage, shares) for stage in range(NUM_RANKS)] if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
     budgets = found[0]
     assert budgets is not None
-    return budgets
+    return [list(stages) for stages in zip(*budgets, strict=True)]
 
 
-def _budget(engine: Any, stage: int, share: float) -> float:
+def _of_stage(engine: Any, stage: int, shares: Sequence[float]) -> list[float]:
     from ext.recompute.heu import solve_heu
     from ext.recompute.pipeline_tables import choose_tables
     from ext.recompute.stage_aware import BudgetError
@@ -205,27 +208,21 @@ def _budget(engine: Any, stage: int, share: float) -> float:
     profile, units = engine.memory.profile, engine.memory.units
     whole = sum(costs.activation_bytes for costs in units[stage])
     row, layers = engine.memory.rows[stage], engine.plan.layers_per_stage
-
-    def budget(percent: int) -> int:
-        return round(row.total - percent / 100 * row.activations)
-
-    little, much, enough = 0, 100, None
-    while much - little > 1:
-        percent = (little + much) // 2
+    tried: list[tuple[float, float, int]] = []
+    for percent in range(100):
         budgets = [round(ENOUGH * 2**30)] * NUM_RANKS
-        budgets[stage] = budget(percent)
+        budgets[stage] = round(row.total - percent / 100 * row.activations)
         try:
             found = choose_tables(
                 engine.resolution.schedule, profile, units, budgets, solve_heu, layers_per_stage=layers
             )
         except BudgetError:
-            much = percent
-            continue
-        if found.stages[stage].saved_bytes >= share * whole:
-            much = enough = percent
-        else:
-            little = percent
-    return (budget(little if enough is None else enough) + 1) / 2**30
+            break
+        tables = found.stages[stage]
+        tried.append((tables.saved_bytes / whole, tables.exposed, budgets[stage]))
+    most = max(saved for saved, _, _ in tried)
+    enough = [[t for t in tried if t[0] >= min(share, most)] for share in shares]
+    return [(min(those, key=lambda t: t[1])[2] + 1) / 2**30 for those in enough]
 
 
 def _data(setting: Setting) -> Any:
