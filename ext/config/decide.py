@@ -173,9 +173,8 @@ def _from_file(
         raise ConfigError(*problems)
     tables = None
     if plan.unit_tables:
-        wholes = None if profile is None else [stage.costs(0) for stage in profile.stages]
         try:
-            tables = read_tables(read_content(path), plan, schedule, wholes)
+            tables = read_tables(read_content(path), plan, schedule, profile and profile.stages)
         except ConfigError as error:
             raise ConfigError(*(f"ext.pipeline.schedule: {path}: {problem}" for problem in error.problems)) from None
     return Decision(schedule, plan, "as in the plan's file", tables=tables)

@@ -120,6 +120,11 @@ class Stage:
         return max((layer.transient + size for layer, size in zip(self.layers, passing, strict=True)), default=0)
 
     @property
+    def most_growth(self) -> int:
+        """Most bytes that the I of one layer holds beyond what its forward saved."""
+        return max((deferral.growth for deferral in self._deferrals), default=0)
+
+    @property
     def loss_bytes(self) -> int:
         """Bytes that the layers behind the last recomputable one hold per micro-batch, on the last stage."""
         return self._behind_the_last(self._saved)

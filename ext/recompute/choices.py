@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ext.pipeline.actions import R
+from ext.pipeline.build import plan_of_orders
+from ext.pipeline.costs import StageCosts
 from ext.pipeline.fit import ROUNDING
 from ext.pipeline.memory import heaviest_loads, peak
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
-from ext.pipeline.stage_model import PipelineProfile, StageModel
-from ext.recompute.pipeline_tables import PipelineTables, early_shares, table_costs, with_tables
+from ext.pipeline.stage_model import PipelineProfile, Stage, StageModel
+from ext.recompute.pipeline_tables import PipelineTables, early_shares, with_tables
 from ext.recompute.problem import InfeasibleBudget
+from ext.recompute.stage_costs import forward_bytes, reserve_bytes, table_costs
 from ext.recompute.stage_tables import Part, Solve, StageLayers, StageTables, seconds, solve_stage, worth_deciding
 from ext.recompute.table import KEEP, UNUSED, UnitTable
 from ext.recompute.units import LayerCosts
@@ -59,17 +63,43 @@ def stage_choices(
     from ext.recompute.heu import solve_heu
 
     decided = tuple(_for_any_order(costs, overlap) if costs and worth_deciding(costs) else None for costs in units)
-    whole = profile.stages[stage].costs(0)
     found = list(_tables(decided, in_flight, solve_heu))
     if overlap:
         found = [_left_to_r(tables) for tables in found]
+    return _choices(profile, stage, found)
+
+
+def more_choices(
+    profile: PipelineProfile, stage: int, choices: StageChoices, more: Iterable[StageTables]
+) -> StageChoices:
+    """The choices of a stage and others, still in the order of what a forward leaves behind."""
+    return _choices(profile, stage, [*choices.tables, *(tables for tables in more if tables not in choices.tables)])
+
+
+def _choices(profile: PipelineProfile, stage: int, found: Iterable[StageTables]) -> StageChoices:
+    costs = [(tables, _costs(profile.stages[stage], tables)) for tables in found]
+    costs.sort(key=lambda entry: -forward_bytes(entry[1]))
     return StageChoices(
-        tuple(found),
+        tuple(tables for tables, _ in costs),
         StageModel(
-            tuple(table_costs(whole, tables) for tables in found),
+            tuple(costs for _, costs in costs),
             profile.fixed(stage),
-            tuple(tables.num_recomputing for tables in found),
+            tuple(tables.num_recomputing for tables, _ in costs),
         ),
+    )
+
+
+def _costs(stage: Stage, tables: StageTables) -> StageCosts:
+    """The stage's costs, in which R brings back no more than it does: nothing where all runs on demand."""
+    costs = table_costs(stage, tables)
+    if not costs.recompute or any(tables.recomputed(*BEFORE_BACKWARD)):
+        return costs
+    return replace(
+        costs,
+        recompute=0.0,
+        input_grad=costs.input_grad + costs.recompute,
+        activations=costs.activations - costs.dropped + costs.working_set,
+        dropped=costs.working_set,
     )
 
 
@@ -151,14 +181,9 @@ def tables_of_plan(
         budgets: bytes that each stage's rank may hold.
         step_time: simulated seconds.
     """
+    plan = _without_idle_r(plan, stages)
     early = early_shares(plan)
-    costs = tuple(table_costs(profile.stages[s].costs(0), tables) for s, tables in enumerate(stages))
-    reserves = []
-    for s, stage in enumerate(costs):
-        loads = heaviest_loads(plan.orders[plan.rank_of[s]])
-        kept = max(load.kept for load in loads) * (stage.activations - stage.dropped + stage.stash)
-        planned = max(load.recomputed for load in loads) * stage.dropped
-        reserves.append(round(max(planned, budgets[s] - profile.fixed(s) - kept)))
+    costs = tuple(map(table_costs, profile.stages, stages))
     return PipelineTables(
         schedule=schedule,
         plan=with_tables(plan, stages),
@@ -166,7 +191,28 @@ def tables_of_plan(
         costs=costs,
         early=early,
         step_time=step_time,
-        reserves=tuple(reserves),
+        reserves=tuple(
+            reserve_bytes(plan.orders[plan.rank_of[s]], of_stage, budgets[s] - profile.fixed(s))
+            for s, of_stage in enumerate(costs)
+        ),
+    )
+
+
+def _without_idle_r(plan: Plan, stages: Sequence[StageTables]) -> Plan:
+    """The plan without R on stages whose tables leave nothing to it."""
+    idle = {s for s, tables in enumerate(stages) if not any(tables.recomputed(*BEFORE_BACKWARD))}
+    if not any(stage in idle for stage, _ in plan.early_recomputes):
+        return plan
+    return plan_of_orders(
+        plan.schedule,
+        [
+            [action for action in plan.compute_order(rank) if action.kind is not R or action.stage not in idle]
+            for rank in range(plan.num_ranks)
+        ],
+        rank_of=plan.rank_of,
+        num_microbatches=plan.num_microbatches,
+        layers_per_stage=plan.layers_per_stage,
+        recomputed_layers=plan.recomputed_layers,
     )
 
 

@@ -5,37 +5,34 @@ For any host: what it needs is a schedule, a profile of the stages and the costs
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ext.cost.profile import LayerProfile
 from ext.pipeline.build import build_plan, plan_of_orders
 from ext.pipeline.costs import Costs, StageCosts
+from ext.pipeline.memory import heaviest_loads, peak
 from ext.pipeline.passes import place_recomputes
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
-from ext.pipeline.simulate import Simulation, simulate
+from ext.pipeline.simulate import simulate
 from ext.pipeline.stage_model import PipelineProfile
 from ext.recompute.problem import InfeasibleBudget
 from ext.recompute.stage_aware import BudgetError
-from ext.recompute.stage_tables import (
-    Solve,
-    StageLayers,
-    StageTables,
-    seconds,
-    size,
-    solve_stage,
-    working_set,
-    worth_deciding,
-)
-from ext.recompute.units import LayerCosts, UnitCosts
+from ext.recompute.stage_costs import reserve_bytes, table_costs
+from ext.recompute.stage_tables import Solve, StageLayers, StageTables, solve_stage, worth_deciding
+from ext.recompute.units import LayerCosts
 from ext.recompute.waits import StageWaits, stage_waits
-from ext.recompute.windows import BEFORE_BACKWARD, IN_BACKWARD, ON_DEMAND, UNDER_FORWARD, WAIT
+from ext.recompute.windows import BEFORE_BACKWARD
 
 UnitCostsOfStages = Sequence[Sequence[LayerCosts | None]]
 """By stage, the costs of its layers; None for one that is never recomputed."""
+
+_TRIALS = 6
+"""For one moment of a split backward: budgets are lowered by what their tables hold too much elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +119,18 @@ def choose_tables(
     return min(found, key=lambda tables: tables.step_time)
 
 
+class _Held(NamedTuple):
+    """What a stage holds at some moment.
+
+    Attributes:
+        in_flight: micro-batches that hold what their forward kept.
+        waiting: micro-batches between I and W.
+    """
+
+    in_flight: int
+    waiting: int = 0
+
+
 class _Pipeline:
     """One schedule and what its stages have to decide."""
 
@@ -142,45 +151,75 @@ class _Pipeline:
         ]
         if not overlap:
             self.units = [tuple(c and replace(c, all_reduces=None) for c in stage) for stage in self.units]
-        self.whole = [stage.costs(0) for stage in profile.stages]
         plan = build_plan(schedule, layers_per_stage=layers_per_stage, recomputed_layers=(0,) * len(budgets))
-        self.simulation: Simulation = simulate(plan, Costs(tuple(self.whole)))
-        ranks = schedule.rank_of
-        self.held = [plan.max_deferred(rank) for rank in ranks]
-        self.in_flight = [self.simulation.peak_in_flight[rank] for rank in ranks]
+        simulation = simulate(plan, Costs(tuple(stage.costs(0) for stage in profile.stages)))
         self.waits: list[StageWaits] = [
-            stage_waits(self.simulation, stage, 1) if overlap else StageWaits((), frozenset())
+            stage_waits(simulation, stage, 1) if overlap else StageWaits((), frozenset())
             for stage in range(len(budgets))
         ]
 
-    def _beside(self, stage: int) -> int:
+    def _beside(self, stage: int, held: _Held) -> int:
         """Bytes that the stage holds whatever the tables say."""
-        always = round(self.whole[stage].activations)
+        whole = self.profile.stages[stage].costs(0)
+        always = round(whole.activations)
         for costs, layer in zip(self.units[stage], self.profile.stages[stage].layers, strict=False):
             if costs is not None:
                 always -= costs.activation_bytes - _unsaved_input(layer)
-        return self.profile.fixed(stage) + self.in_flight[stage] * always
+        return self.profile.fixed(stage) + held.in_flight * always + round(held.waiting * whole.split_memory.waiting)
 
     def solve(self, stage: int, solve: Solve) -> StageTables | int:
         """The tables of a stage; where none fit, the least bytes that it needs."""
-        budget = self.budgets[stage] - self._beside(stage)
-        layers = StageLayers(
-            self.units[stage],
-            self.in_flight[stage],
-            budget,
-            self.waits[stage].window,
-            self.held[stage],
-            # The last micro-batches' backwards come when all forwards are done.
-            min(1.0, (self.in_flight[stage] - 1) / self.schedule.shape.num_microbatches),
-        )
+        budget, moments = self.budgets[stage], self._moments(stage)
+        if not any(held.waiting for held in moments):
+            return self._solve_for(stage, moments[0], budget, solve)
+        # The backward is split: which moment is the heaviest depends on the tables, and is known of tables only.
+        found: list[StageTables] = []
+        needs: list[int] = []
+        for held in moments:
+            given = budget
+            for _ in range(_TRIALS):
+                tables = self._solve_for(stage, held, given, solve)
+                if isinstance(tables, int):
+                    given = tables
+                    continue
+                needs.append(self.needed(stage, tables))
+                if needs[-1] <= budget:
+                    found.append(tables)
+                    break
+                if given > budget:  # the least of this moment, which is too much for another one
+                    break
+                given -= needs[-1] - budget
+        return min(found, key=lambda tables: tables.exposed) if found else min(needs)
+
+    def _moments(self, stage: int) -> list[_Held]:
+        """What the stage may hold at its heaviest, most micro-batches in flight first; one where no backward splits."""
+        loads = heaviest_loads(self.schedule.order(self.schedule.rank_of[stage]))
+        found = {_Held(load.kept, load.waiting) for load in loads if load.kept}
+        # An I leaves more for its W than it finds where much is recomputed.
+        found |= {_Held(max(1, load.kept - 1), load.waiting + 1) for load in loads if load.splitting}
+        return sorted(found, reverse=True)
+
+    def _solve_for(self, stage: int, held: _Held, budget: int, solve: Solve) -> StageTables | int:
+        """Tables that keep a budget at one moment, or the smallest budget that some keep."""
+        # The last micro-batches' backwards come when all forwards are done.
+        exposed = min(1.0, (held.in_flight - 1) / self.schedule.shape.num_microbatches)
+        beside, windows = self._beside(stage, held), self.waits[stage].window
+        layers = StageLayers(self.units[stage], held.in_flight, budget - beside, windows, forward_exposed=exposed)
         try:
             return solve_stage(layers, solve)
         except InfeasibleBudget as error:
-            return self._beside(stage) + error.smallest_budget
+            return beside + error.smallest_budget
 
     def needed(self, stage: int, tables: StageTables) -> int:
         """Bytes of a stage under its tables."""
-        return self._beside(stage) + tables.bytes
+        moments = self._moments(stage)
+        if not any(held.waiting for held in moments):
+            return self._beside(stage, moments[0]) + tables.bytes
+        recomputing = [stage] if any(tables.recomputed(*BEFORE_BACKWARD)) else []
+        early = {(stage, microbatch) for microbatch in self.waits[stage].microbatches}
+        order = place_recomputes(self.schedule.order(self.schedule.rank_of[stage]), early, recomputing)
+        costs = table_costs(self.profile.stages[stage], tables)
+        return math.ceil(peak(heaviest_loads(order), costs)) + self.profile.fixed(stage)
 
     def planned(self, stages: Sequence[StageTables]) -> PipelineTables:
         waiting = {s for s, tables in enumerate(stages) if any(tables.recomputed(*BEFORE_BACKWARD))}
@@ -195,10 +234,7 @@ class _Pipeline:
             recomputed_layers=[tables.num_recomputing for tables in stages],
             max_in_flight=[self.schedule.max_in_flight(rank) for rank in ranks],
         )
-        costs = tuple(
-            table_costs(whole, tables, is_split=held > 0)
-            for whole, tables, held in zip(self.whole, stages, self.held, strict=True)
-        )
+        costs = tuple(map(table_costs, self.profile.stages, stages))
         return PipelineTables(
             schedule=self.schedule,
             plan=with_tables(plan, stages),
@@ -206,14 +242,11 @@ class _Pipeline:
             costs=costs,
             early=early_shares(plan),
             step_time=simulate(plan, Costs(costs)).step_time,
-            reserves=tuple(self._reserve(s, tables) for s, tables in enumerate(stages)),
+            reserves=tuple(
+                reserve_bytes(plan.orders[plan.rank_of[s]], of_stage, self.budgets[s] - self.profile.fixed(s))
+                for s, of_stage in enumerate(costs)
+            ),
         )
-
-    def _reserve(self, stage: int, tables: StageTables) -> int:
-        """What recomputed values may hold: all that the budget leaves beside what is kept."""
-        kept = self.in_flight[stage] * tables.kept_bytes
-        inputs = sum(part.problem.input_bytes for part in tables.parts)
-        return self.budgets[stage] - self._beside(stage) - inputs - kept
 
 
 def early_shares(plan: Plan) -> tuple[float, ...]:
@@ -225,46 +258,6 @@ def early_shares(plan: Plan) -> tuple[float, ...]:
 def with_tables(plan: Plan, stages: Sequence[StageTables]) -> Plan:
     """The plan, saying what is done with every unit."""
     return replace(plan, unit_tables=tuple(tuple(table.decisions for table in stage.tables) for stage in stages))
-
-
-def table_costs(whole: StageCosts, tables: StageTables, *, is_split: bool = False) -> StageCosts:
-    """A stage's costs under its tables, as simulator and memory table understand them.
-
-    What runs before the backward is its recompute; what runs on demand beside that is a part of the backward.
-
-    Args:
-        whole: costs where nothing is recomputed.
-        tables: of the stage.
-        is_split: whether its backwards are split.
-    """
-    early, late, everything = tables.recomputed(*BEFORE_BACKWARD), tables.recomputed(*IN_BACKWARD), tables.recomputed()
-    exposed = seconds(tables.recomputed(ON_DEMAND))  # what runs under all-reduces takes no time
-    costs = replace(
-        whole,
-        recompute=exposed + seconds(tables.recomputed(WAIT)),
-        dropped=size(everything),
-        stash=tables.read_again + _temporary(everything),
-        working_set=working_set(tables),
-    )
-    if not any(early):
-        return costs
-    costs = replace(costs, recompute=seconds(tables.recomputed(WAIT)), input_grad=whole.input_grad + exposed)
-    if is_split:  # holds what it recomputed until its weight gradients are done
-        return costs
-    back = size(early) + working_set(tables, *IN_BACKWARD)
-    return replace(
-        costs,
-        activations=whole.activations - (size(late) - _temporary(late)) + working_set(tables, *IN_BACKWARD),
-        dropped=back,
-        stash=tables.read_again + _temporary(early),
-        # Under another micro-batch's forward the values of all layers come back, without an R.
-        working_set=back if any(tables.recomputed(*UNDER_FORWARD)) else costs.working_set,
-    )
-
-
-def _temporary(layers: Sequence[Sequence[UnitCosts]]) -> int:
-    """Bytes that recomputes bring back and the backward does not need: no forward would have kept them."""
-    return sum(unit.bytes - unit.held for units in layers for unit in units)
 
 
 def _unsaved_input(layer: LayerProfile) -> int:

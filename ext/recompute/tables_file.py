@@ -10,12 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ext.core.errors import ConfigError, nearest
-from ext.pipeline.costs import StageCosts
 from ext.pipeline.plan import Plan, UnitDecisions
 from ext.pipeline.schedule import Schedule
-from ext.recompute.pipeline_tables import PipelineTables, early_shares, table_costs
+from ext.pipeline.stage_model import Stage
+from ext.recompute.pipeline_tables import PipelineTables, early_shares
 from ext.recompute.problem import Solution, StageProblem
 from ext.recompute.profile_file import layer_costs
+from ext.recompute.stage_costs import table_costs
 from ext.recompute.stage_tables import Part, StageTables
 from ext.recompute.table import KEEP, UNUSED, UnitTable
 from ext.recompute.windows import BEFORE_BACKWARD, IN_BACKWARD, Window
@@ -47,7 +48,7 @@ def _part_json(part: Part) -> dict[str, Any]:
 
 
 def read_tables(
-    content: Mapping[str, Any], plan: Plan, schedule: Schedule, wholes: Sequence[StageCosts] | None
+    content: Mapping[str, Any], plan: Plan, schedule: Schedule, stages: Sequence[Stage] | None
 ) -> PipelineTables:
     """The tables of a plan's file, ready to be run.
 
@@ -55,7 +56,7 @@ def read_tables(
         content: of the file.
         plan: that it holds.
         schedule: that runs it.
-        wholes: costs of each stage without recomputation, where they are known.
+        stages: of this run, where they are profiled.
 
     Raises:
         ConfigError: the costs are missing or damaged, or a table decides about what they do not know.
@@ -63,7 +64,7 @@ def read_tables(
     try:
         found = content[KEY]
         reserves = tuple(int(reserve) for reserve in found["reserve_bytes"])
-        stages = [
+        parts_of = [
             [_part(part, tables) for part in parts]
             for parts, tables in zip(found["stages"], plan.unit_tables, strict=True)
         ]
@@ -73,18 +74,18 @@ def read_tables(
         raise ConfigError(
             f"{KEY}: no costs can be read for the unit tables: {type(error).__name__}: {error}. Make the plan again."
         ) from error
-    problems = [problem for stage, parts in enumerate(stages) for problem in _strangers(stage, parts, plan)]
+    problems = [problem for stage, parts in enumerate(parts_of) for problem in _strangers(stage, parts, plan)]
     if problems:
         raise ConfigError(*problems)
     tables = [
         StageTables(tuple(map(UnitTable, of_stage)), tuple(parts))
-        for of_stage, parts in zip(plan.unit_tables, stages, strict=True)
+        for of_stage, parts in zip(plan.unit_tables, parts_of, strict=True)
     ]
     return PipelineTables(
         schedule=schedule,
         plan=plan,
         stages=tuple(tables),
-        costs=tuple(map(table_costs, wholes, tables)) if wholes is not None else (),
+        costs=tuple(map(table_costs, stages, tables)) if stages is not None else (),
         early=early_shares(plan),
         step_time=0.0,
         reserves=reserves,

@@ -196,8 +196,8 @@ def _with_tables():
 def test_a_file_brings_the_tables_back_and_says_what_is_wrong_with_it():
     problem, chosen, tables = _with_tables()
     content = json.loads(json.dumps({"units": tables_json(tables)}))
-    wholes = [stage.costs(0) for stage in problem.profile.stages]
-    again = read_tables(content, chosen.plan, tables.schedule, wholes)
+    stages_of = problem.profile.stages
+    again = read_tables(content, chosen.plan, tables.schedule, stages_of)
     assert again == replace(tables, step_time=0.0)
     assert read_tables(content, chosen.plan, tables.schedule, None).stages == tables.stages
     first = chosen.plan.unit_tables[0][0]
@@ -207,7 +207,7 @@ def test_a_file_brings_the_tables_back_and_says_what_is_wrong_with_it():
     ):
         stages = ((changed, *chosen.plan.unit_tables[0][1:]), *chosen.plan.unit_tables[1:])
         with pytest.raises(ConfigError) as error:
-            read_tables(content, replace(chosen.plan, unit_tables=stages), tables.schedule, wholes)
+            read_tables(content, replace(chosen.plan, unit_tables=stages), tables.schedule, stages_of)
         assert str(error.value).startswith(text)
 
 

@@ -5,7 +5,8 @@ It goes in steps, and takes the best of all that was found:
 1. the search of `ext.planner.search.search` with whole layers;
 2. the same search with choices of tables in the place of numbers of layers, where R brings back what it can;
 3. both orders again, with tables that a solver makes for their waits and their micro-batches in flight;
-4. every named schedule, with tables made in the same way.
+4. every named schedule, with tables made in the same way;
+5. steps 2 and 3 again, with the best of these tables among the choices.
 
 So nothing that a named schedule with units, or a search with whole layers, would give is missed.
 """
@@ -13,7 +14,7 @@ So nothing that a named schedule with units, or a search with whole layers, woul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -28,10 +29,13 @@ from ext.pipeline.stage_model import PipelineProfile
 from ext.planner.search.presets import PLAIN, named_schedules
 from ext.planner.search.search import SEARCHED, Chosen, search
 from ext.planner.search.space import Layout, Space, fixed_stages
-from ext.recompute.choices import StageChoices, keeps_budgets, stage_choices, tables_of_plan
+from ext.recompute.choices import StageChoices, keeps_budgets, more_choices, stage_choices, tables_of_plan
 from ext.recompute.pipeline_tables import PipelineTables, UnitCostsOfStages, choose_tables
 from ext.recompute.stage_aware import BudgetError
 from ext.recompute.stage_tables import Solve
+
+NUM_ADDED = 3
+"""Candidates whose tables become choices of the last search."""
 
 _SAME = 1.0 + 1e-9
 
@@ -87,15 +91,16 @@ class _Orders(Schedule):
 
 
 def search_units(
-    space: Space, problem: UnitProblem, *, tolerance: float, **options: Any
+    space: Space, problem: UnitProblem, *, seconds: float, tolerance: float, **options: Any
 ) -> tuple[Chosen, PipelineTables | None]:
     """Find a schedule and tables that keep the budgets and take little time.
 
     Args:
         space: with whole layers, which stay on their stages.
         problem: see `UnitProblem`.
+        seconds: for the search with whole layers, and for those with tables together.
         tolerance: plain 1f1b is kept where it takes at most this share more than the best; 0 takes the best.
-        options: of both searches, see `search`; ``seconds`` is for each of them.
+        options: of every search, see `search`.
 
     Returns:
         What was chosen, and its tables; None where whole layers are as fast or faster. With a tolerance of 0 never
@@ -106,28 +111,28 @@ def search_units(
     """
     problem = replace(problem, solve=cache(problem.solve))
     space = replace(space, recomputes_early=problem.overlap, _stages={})
-    whole, refused = _attempt(lambda: search(space, tolerance=tolerance, **options))
-    choices = _choices(space, problem)
-    models = fixed_stages([of_stage.model for of_stage in choices])
-    found, _ = _attempt(lambda: search(replace(space, models=models, _stages={}), tolerance=0.0, **options))
     tried = _Tried(space, problem)
+    whole, refused = _attempt(lambda: search(space, seconds=seconds, tolerance=tolerance, **options))
     if whole is not None:  # first: taken where tables are no better
+        tried.searches.append(whole)
         tried.candidates.append(_Candidate(whole.source, whole.step_time, None))
-    if found is not None:
-        stages = [of_stage.tables[choice] for of_stage, choice in zip(choices, found.layout.recomputed, strict=True)]
-        made_for = found.plan, stages, problem.profile, problem.budgets, found.step_time
-        tried.take(_Candidate(found.source, found.step_time, tables_of_plan(problem.schedule, *made_for)))
-    for searched in (found, whole):
-        if searched is not None and searched.source == SEARCHED:
-            tried.solve(SEARCHED, _Orders(searched.plan, problem.schedule))
+        tried.solve_orders_of(whole)
+    choices = _choices(space, problem)
+    tried.search_among(choices, seconds=seconds / 2, **options)
     for name, schedule in named_schedules(space):
         for variant in schedule.variants():
             if name == PLAIN or tried.may_be_better(variant):
                 tried.solve(name, variant)
+    best = tried.best_tables(NUM_ADDED)
+    more = [
+        more_choices(problem.profile, stage, of_stage, [tables.stages[stage] for tables in best])
+        for stage, of_stage in enumerate(choices)
+    ]
+    tried.search_among(more, seconds=seconds / 2, **options)
     if not tried.candidates:
         assert refused is not None
         raise refused
-    return _choose(tried, whole, found, tolerance)
+    return _choose(tried, whole, tolerance)
 
 
 def _attempt(make: Callable[[], Chosen]) -> tuple[Chosen | None, BudgetError | None]:
@@ -152,10 +157,35 @@ class _Tried:
     def __init__(self, space: Space, problem: UnitProblem) -> None:
         self.space, self._problem = space, problem
         self.candidates: list[_Candidate] = []
+        self.searches: list[Chosen] = []
 
     @property
     def best(self) -> _Candidate:
         return min(self.candidates, key=lambda candidate: candidate.step_time)
+
+    def best_tables(self, count: int) -> list[PipelineTables]:
+        """Those of so many candidates, the fastest first."""
+        ordered = sorted(self.candidates, key=lambda candidate: candidate.step_time)
+        return [candidate.tables for candidate in ordered if candidate.tables is not None][:count]
+
+    def search_among(self, choices: Sequence[StageChoices], **options: Any) -> None:
+        """Take what a search finds with these choices, and what a solver makes of its orders."""
+        models = fixed_stages([of_stage.model for of_stage in choices])
+        among = replace(self.space, models=models, _stages={})
+        found, _ = _attempt(lambda: search(among, tolerance=0.0, **options))
+        if found is None:
+            return
+        self.searches.append(found)
+        stages = [of_stage.tables[choice] for of_stage, choice in zip(choices, found.layout.recomputed, strict=True)]
+        problem, step_time = self._problem, found.step_time
+        made_for = found.plan, stages, problem.profile, problem.budgets, step_time
+        self.take(_Candidate(found.source, step_time, tables_of_plan(problem.schedule, *made_for)))
+        self.solve_orders_of(found)
+
+    def solve_orders_of(self, searched: Chosen) -> None:
+        """Take what a solver makes of the orders that a search found."""
+        if searched.source == SEARCHED:
+            self.solve(SEARCHED, _Orders(searched.plan, self._problem.schedule))
 
     def take(self, candidate: _Candidate) -> None:
         assert candidate.tables is not None
@@ -187,16 +217,14 @@ class _Tried:
         self.take(_Candidate(source, max(tables.step_time, self.space.work_time_of(tables.costs)), tables))
 
 
-def _choose(
-    tried: _Tried, whole: Chosen | None, found: Chosen | None, tolerance: float
-) -> tuple[Chosen, PipelineTables | None]:
+def _choose(tried: _Tried, whole: Chosen | None, tolerance: float) -> tuple[Chosen, PipelineTables | None]:
     """The best, or plain 1f1b where that is almost as good."""
     space, taken = tried.space, tried.best
     best_time = min(taken.step_time, math.inf if whole is None else whole.best_time)
     plain = [c for c in tried.candidates if c.source == PLAIN and c.step_time <= best_time * (1 + tolerance) * _SAME]
     if plain:
         taken = min(plain, key=lambda candidate: candidate.step_time)
-    searches = [searched for searched in (whole, found) if searched is not None]
+    searches = tried.searches
     presets: dict[str, float] = {}
     for name, step_time in (
         *((c.source, c.step_time) for c in tried.candidates if c.source != SEARCHED),
