@@ -9,74 +9,19 @@ needs it. Messages of one channel arrive in the order in which they were sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ext.core.errors import CommunicationError, DataError
 from ext.pipeline.passes import MAX_UNFINISHED_SENDS
+from ext.runtime.messages import HEADER_LENGTH, Message, MessageSpec, Specs, TensorSpec, as_tuple, decode, encode
+from ext.runtime.pairs import open_pair
 
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
-)  # fmt: skip
-_HEADER_LENGTH = 256
-_OPEN_TIMEOUT = timedelta(minutes=30)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and type of one tensor of a message, and whether a gradient travels back for it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def empty(self, device: torch.device) -> Tensor:
-        """A tensor that such a one can be received into."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
-
-Specs = tuple[TensorSpec, ...]
-Message = Tensor | tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class MessageSpec:
-    """What the first message of a step tells about all of them."""
-
-    tensors: Specs
-    is_tuple: bool
-
-    @classmethod
-    def of(cls, message: Message) -> MessageSpec:
-        return cls(tuple(TensorSpec.of(tensor) for tensor in as_tuple(message)), isinstance(message, tuple))
-
-    def is_like(self, other: MessageSpec) -> bool:
-        """Whether what one is received into can receive the other."""
-        return [(t.shape, t.dtype) for t in self.tensors] == [(t.shape, t.dtype) for t in other.tensors]
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.tensors))
-
-
-def as_tuple(message: Message) -> tuple[Tensor, ...]:
-    """The tensors of a message."""
-    return message if isinstance(message, tuple) else (message,)
+__all__ = ["Channel", "Links", "Message", "Receiver", "Sender", "TensorSpec", "as_tuple"]
 
 
 class Channel:
@@ -97,24 +42,30 @@ class Channel:
 
     def _isend(self, tensor: Tensor) -> tuple[Any, Tensor] | None:
         wire = _bytes_of(tensor.detach().contiguous())
-        with self._naming_lost_peer():
-            return (self._group.send([wire], self._peer, 0), wire) if wire.numel() else None
+        if not wire.numel():
+            return None
+        try:
+            return self._group.send([wire], self._peer, 0), wire
+        except RuntimeError as error:
+            self._lost_peer(error)
 
     def _irecv(self, tensor: Tensor) -> Any | None:
         wire = _bytes_of(tensor)
-        with self._naming_lost_peer():
-            return self._group.recv([wire], self._peer, 0) if wire.numel() else None
+        if not wire.numel():
+            return None
+        try:
+            return self._group.recv([wire], self._peer, 0)
+        except RuntimeError as error:
+            self._lost_peer(error)
 
     def _wait(self, work: Any) -> None:
-        with self._naming_lost_peer():
-            work.wait()
-
-    @contextmanager
-    def _naming_lost_peer(self) -> Iterator[None]:
         try:
-            yield
+            work.wait()
         except RuntimeError as error:
-            raise CommunicationError(f"{self.name}: {error}") from error
+            self._lost_peer(error)
+
+    def _lost_peer(self, error: RuntimeError) -> NoReturn:
+        raise CommunicationError(f"{self.name}: {error}") from error
 
     def close(self) -> None:
         """Leave: a peer that waits on this channel gets an error instead of waiting for ever."""
@@ -146,7 +97,7 @@ class Sender(Channel):
         """
         spec = MessageSpec.of(message)
         if self._spec is None or self._dynamic:
-            self._start(_encode(spec, self._device, self.name))
+            self._start(encode(spec, self._device, self.name))
             if self._expected is not None and not self._expected.is_like(spec):
                 for expected in self._expected.tensors:
                     self._start(expected.empty(self._device))
@@ -231,7 +182,7 @@ class Receiver(Channel):
             work, header = receive.header
             self._wait(work)
             receive.header = None
-            receive.spec = self._spec = _decode(header)
+            receive.spec = self._spec = decode(header)
             if self._expected is not None and not self._expected.is_like(self._spec):
                 self._wait_all(receive)
                 receive.tensors = None
@@ -264,7 +215,7 @@ class Receiver(Channel):
             if receive.spec is None and not self._dynamic:
                 receive.spec = self._spec
             if receive.spec is None:
-                header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
+                header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
                 work = self._irecv(header)
                 assert work is not None
                 receive.header = (work, header)
@@ -315,8 +266,8 @@ class Links:
             if rank not in (a, b):
                 continue
             members = (ranks[a], ranks[b])
-            forward = _open_pair(members, "activations", device)
-            backward = _open_pair(members, "gradients", device)
+            forward = open_pair(members, "activations", device)
+            backward = open_pair(members, "gradients", device)
             if rank == a:
                 self._forward[b] = Sender(1, forward, device, f"stage output to rank {b}", dynamic)
                 self._output_grads[b] = Receiver(1, backward, device, f"gradient from rank {b}", dynamic)
@@ -361,59 +312,6 @@ class Links:
             channel.close()
 
 
-def _open_pair(ranks: tuple[int, int], label: str, device: torch.device) -> Any:
-    """A communicator that the two ranks create by themselves.
-
-    ``torch.distributed.new_group`` is collective over the world, or names a group after the number of groups
-    the rank already has, which differs between the ranks of a pipeline. Both ends count the pair's
-    communicators instead.
-    """
-    key = (ranks, label)
-    _num_opened[key] = count = _num_opened.get(key, 0) + 1
-    name = f"ext/{label}/{ranks[0]}-{ranks[1]}/{count}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateImportUsage]
-    me = ranks.index(dist.get_rank())
-    if device.type == "cuda":
-        return dist.ProcessGroupNCCL(store, me, 2, dist.ProcessGroupNCCL.Options())
-    return dist.ProcessGroupGloo(store, me, 2, _gloo_options())
-
-
-_num_opened: dict[tuple[tuple[int, int], str], int] = {}
-
-
-def _gloo_options() -> Any:
-    """For a group of point-to-point messages. All share one thread, which wakes a hundred times a second."""
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._devices, options._threads, options._timeout = _gloo_devices(), 1, _OPEN_TIMEOUT
-    return options
-
-
-@cache
-def _gloo_devices() -> Any:
-    """What gloo chooses for any group of this process, by GLOO_SOCKET_IFNAME or the host's name."""
-    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, _OPEN_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
-    return alone.options._devices  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The storage as bytes: backends differ in the types they can send, all of them send bytes."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _encode(spec: MessageSpec, device: torch.device, name: str) -> Tensor:
-    numbers = [len(spec.tensors), int(spec.is_tuple)]
-    for tensor in spec.tensors:
-        numbers += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), len(tensor.shape), *tensor.shape]
-    if len(numbers) > _HEADER_LENGTH:
-        raise DataError(f"{name}: a message of {len(spec.tensors)} tensors is too long; pass fewer tensors.")
-    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), dtype=torch.int64, device=device)
-
-
-def _decode(header: Tensor) -> MessageSpec:
-    numbers = iter(header.tolist())
-    num_tensors, is_tuple = next(numbers), bool(next(numbers))
-    specs = []
-    for _ in range(num_tensors):
-        dtype, requires_grad, num_dims = (next(numbers) for _ in range(3))
-        specs.append(TensorSpec(tuple(next(numbers) for _ in range(num_dims)), _DTYPES[dtype], bool(requires_grad)))
-    return MessageSpec(tuple(specs), is_tuple)

@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
 EXIT_STUCK = 70
+_UNWATCHED = nullcontext()
 _GRACE_S = 5.0
 _KEY = "ext/watchdog/stuck"
 
@@ -54,17 +55,23 @@ class Watchdog:
         finally:
             self._inside = False
 
-    @contextmanager
-    def action(self, name: str) -> Iterator[None]:
+    def action(self, name: object) -> AbstractContextManager[None]:
         """Around an action."""
+        return _UNWATCHED if self.seconds is None else self._watched_action(str(name))
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait inside an action; ``what`` names the peer."""
+        return _UNWATCHED if self.seconds is None else self._watched_wait(what)
+
+    @contextmanager
+    def _watched_action(self, name: str) -> Iterator[None]:
         self._begin(name)
         yield
         self._finished = name
         self._begin(f"what follows {name}")
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait inside an action; ``what`` names the peer."""
+    def _watched_wait(self, what: str) -> Iterator[None]:
         action = self._doing
         self._begin(f"{action}, waiting for {what}")
         yield

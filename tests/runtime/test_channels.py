@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -97,3 +98,22 @@ def test_only_a_change_of_shapes_costs_a_stand_in():
     sent, posted = run_ranks(_messages_of_a_step, 2)
     assert sent == [2, 2, 3, 2]  # header and data, and the stand-in
     assert posted == [0, 1, 1, 1]  # data whose receive does not wait for the header
+
+
+def _threads_of_links(rank: int, world_size: int) -> list[int]:
+    """Threads of this process without channels, and with one, two and three pairs of them."""
+    counts, opened = [], []
+    for _ in range(4):
+        counts.append(len(os.listdir("/proc/self/task")))
+        opened.append(Links([0, 1], rank, [(0, 1)], CPU, dynamic=False))
+    for links in opened:
+        links.close()
+    return counts
+
+
+def test_channels_share_the_thread_that_polls():
+    for none, one, two, three in run_ranks(_threads_of_links, 2):
+        per_pair = three - two
+        assert one - none == per_pair + 1
+        assert two - one == per_pair
+        assert per_pair == 2  # each communicator's own, which sleeps until a collective comes
