@@ -2,13 +2,13 @@
 
 Solvers decide about equal layers. A stage with several kinds is decided kind by kind, the smallest first: each may use
 its share of what is left between the least and the most that the kinds can use, and the largest gets all that remains.
+What one layer brings back for its own backward counts once for all kinds: a backward goes through one at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ext.recompute.problem import InfeasibleBudget, Solution, StageProblem
 from ext.recompute.table import KEEP, UNUSED, UnitTable, keep_all
@@ -18,6 +18,8 @@ from ext.recompute.windows import BEFORE_BACKWARD, IN_BACKWARD, Window, all_redu
 
 Solve = Callable[[StageProblem], Solution]
 ALL = (*BEFORE_BACKWARD, *IN_BACKWARD)
+
+_TRIALS = 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ class Part:
     positions: tuple[int, ...]
     problem: StageProblem
     solution: Solution
+
+    @property
+    def transient(self) -> int:
+        """Bytes that recomputes of one layer at a time hold at most."""
+        return max(transient_bytes(self.problem.layer, table) for table in self.solution.tables)
+
+    @property
+    def resident(self) -> int:
+        """All other bytes."""
+        return self.solution.bytes - self.transient
 
     @property
     def kept_bytes(self) -> int:
@@ -100,8 +112,8 @@ class StageTables:
 
     @property
     def bytes(self) -> int:
-        """That the decided layers hold at most."""
-        return sum(part.solution.bytes for part in self.parts)
+        """That the decided layers hold at most; a backward goes through one of them at a time."""
+        return sum(part.resident for part in self.parts) + max((part.transient for part in self.parts), default=0)
 
     @property
     def num_recomputing(self) -> int:
@@ -165,25 +177,61 @@ def solve_stage(stage: StageLayers, solve: Solve) -> StageTables:
         for kind in kinds
     ]
     most = [p.in_flight * p.num_layers * p.layer.activation_bytes for p in problems]
-    solve = _keep_all if sum(most) <= stage.budget else partial(solve_tightly, solve=solve)
-    least = [_least(problem, solve) for problem in problems]
-    if sum(least) > stage.budget:
-        raise InfeasibleBudget(stage.budget, sum(least))
-    order = sorted(range(len(kinds)), key=lambda k: most[k])
-    left, parts = stage.budget, {}
-    for done, k in enumerate(order):
-        later = order[done + 1 :]
-        spare = left - least[k] - sum(least[j] for j in later)
-        growth, wanted = most[k] - least[k], sum(most[j] - least[j] for j in later)
-        share = spare if not later else spare * growth // (growth + wanted) if growth > 0 else 0
-        solution = solve(replace(problems[k], budget=least[k] + share))
-        left -= solution.bytes
-        parts[k] = Part(kinds[k].positions, replace(problems[k], budget=least[k] + share), solution)
+    if sum(most) <= stage.budget:
+        parts = [Part(kind.positions, p, _keep_all(p)) for kind, p in zip(kinds, problems, strict=True)]
+    elif len(kinds) == 1:
+        only = replace(problems[0], budget=stage.budget)
+        parts = [Part(kinds[0].positions, only, solve_tightly(only, solve))]
+    else:
+        parts = _solve_kinds(stage.budget, kinds, problems, most, solve)
     tables = [keep_all(())] * len(stage.layers)
-    for part in parts.values():
+    for part in parts:
         for position, table in zip(part.positions, part.solution.tables, strict=True):
             tables[position] = table
-    return StageTables(tuple(tables), tuple(parts[k] for k in sorted(parts)))
+    return StageTables(tuple(tables), tuple(parts))
+
+
+def _solve_kinds(
+    budget: int, kinds: Sequence[_Kind], problems: Sequence[StageProblem], most: Sequence[int], solve: Solve
+) -> list[Part]:
+    """One kind after another, the smallest first. A backward goes through one layer at a time: they share its room."""
+    least = [Part(kind.positions, p, _least(p)) for kind, p in zip(kinds, problems, strict=True)]
+    room = max(part.transient for part in least)
+    if room + sum(part.resident for part in least) > budget:
+        raise InfeasibleBudget(budget, room + sum(part.resident for part in least))
+    order = sorted(range(len(kinds)), key=lambda k: most[k])
+    left, parts = budget - room, list(least)
+    for done, k in enumerate(order):
+        later = order[done + 1 :]
+        spare = left - sum(least[j].resident for j in order[done:])
+        growth, wanted = most[k] - least[k].resident, sum(most[j] - least[j].resident for j in later)
+        share = spare if not later else spare * growth // (growth + wanted) if growth > 0 else 0
+        parts[k] = _within(least[k], least[k].resident + share, room, solve)
+        left -= parts[k].resident + max(0, parts[k].transient - room)
+        room = max(room, parts[k].transient)
+    return parts
+
+
+def _within(least: Part, given: int, room: int, solve: Solve) -> Part:
+    """The tables of a kind that may take some bytes, and for one layer at a time those of a room that is there anyway.
+
+    Args:
+        least: its tables with least memory, which keep both.
+        given: bytes.
+        room: bytes.
+        solve: finds tables.
+    """
+    transient = room
+    for _ in range(_TRIALS):
+        problem = replace(least.problem, budget=given + transient)
+        try:
+            part = replace(least, problem=problem, solution=solve_tightly(problem, solve))
+        except InfeasibleBudget:
+            break
+        if part.resident + max(0, part.transient - room) <= given:
+            return part
+        transient = min(part.transient, transient - 1)
+    return least
 
 
 def worth_deciding(costs: LayerCosts) -> bool:
@@ -235,12 +283,15 @@ def _windows(stage: StageLayers, kind: _Kind, share: float) -> tuple[Window, ...
     return (*shared, *own)
 
 
-def _least(problem: StageProblem, solve: Solve) -> int:
-    """Bytes of the smallest budget for which there are tables."""
+def _least(problem: StageProblem) -> Solution:
+    """Tables that fit the smallest budget for which there are any."""
+    # Reading a configuration must not import scipy.
+    from ext.recompute.heu import solve_heu
+
     try:
-        return solve(problem).bytes
+        return solve_tightly(problem, solve_heu)
     except InfeasibleBudget as error:
-        return error.smallest_budget
+        return solve_tightly(replace(problem, budget=error.smallest_budget), solve_heu)
 
 
 def _keep_all(problem: StageProblem) -> Solution:

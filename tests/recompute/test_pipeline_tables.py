@@ -158,6 +158,29 @@ def test_kinds_share_a_budget_and_a_window():
     assert found.exposed < solve_stage(replace(stage, windows=()), solve_heu).exposed or used == 0
 
 
+def test_kinds_share_the_room_of_one_layer():
+    """A backward goes through one layer at a time, whatever its kind."""
+    large, small = layer(10), layer(7, first_time=2.0)
+    alone = []
+    for costs in (large, small):
+        with pytest.raises(InfeasibleBudget) as refused:
+            solve_stage(StageLayers((costs,) * 2, 4, 0), solve_heu)
+        alone.append(refused.value.smallest_budget)
+    both = StageLayers((large, small, large, small), 4, 0)
+    with pytest.raises(InfeasibleBudget) as refused:
+        solve_stage(both, solve_heu)
+    smallest = refused.value.smallest_budget
+    least = solve_stage(replace(both, budget=smallest), solve_heu)
+    transients = [part.transient for part in least.parts]
+    assert sum(alone) - smallest == min(transients) > 0
+    assert least.bytes == smallest
+    for budget in range(smallest, 2 * smallest, smallest // 20):
+        found = solve_stage(replace(both, budget=budget), solve_heu)
+        kept = 4 * (found.kept_bytes + sum(costs.input_bytes for costs in both.layers))
+        assert kept + max(part.transient for part in found.parts) == found.bytes <= budget
+        assert found.exposed <= least.exposed
+
+
 def test_a_budget_for_everything_keeps_everything():
     costs = layer()
     enough = 4 * 3 * costs.activation_bytes
