@@ -85,8 +85,6 @@ class StageProblem:
         in_flight: most micro-batches that the stage holds activations of.
         budget: bytes for activations of the stage.
         windows: in which recomputation is free, without C.
-        held: most micro-batches that hold recomputed values at once because their weight gradients wait (a split
-            backward); 0 where a backward frees them layer by layer.
         temporaries_are_free: values that no backward reads count nothing where they come back on demand, as others
             take their place (see `ext.recompute.transient`).
     """
@@ -96,11 +94,10 @@ class StageProblem:
     in_flight: int
     budget: int
     windows: tuple[Window, ...] = ()
-    held: int = 0
     temporaries_are_free: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.in_flight < 1 or self.held < 0:
+        if self.num_layers < 1 or self.in_flight < 1:
             raise ConfigError(
                 f"tables are for one layer and one micro-batch in flight or more, found {self.num_layers} layers and "
                 f"{self.in_flight} micro-batches. Leave stages without such layers out."
@@ -142,17 +139,13 @@ class StageProblem:
             return options
         if not unit.needed:
             options.append(Option(UNUSED, 0.0, 0, 0, _NEVER))
-        waiting = self.held * unit.bytes
-        transient = 0 if self.held else unit.bytes
-        on_demand = transient if unit.needed or not self.temporaries_are_free else 0
-        options.append(Option(ON_DEMAND, unit.time, waiting, on_demand, on_demand_position(unit.half)))
+        on_demand = unit.bytes if unit.needed or not self.temporaries_are_free else 0
+        options.append(Option(ON_DEMAND, unit.time, 0, on_demand, on_demand_position(unit.half)))
         if unit.communication:
             return options
         for window in self.windows:
             if window.admits(unit.half):
                 resident, transient = (unit.bytes, 0) if window.stage_wide else (0, unit.bytes)
-                if self.held:
-                    resident, transient = waiting, 0
                 cost, time = self.exposed_share(window) * unit.time, unit.time * window.slowdown
                 options.append(Option(window.name, cost, resident, transient, window.position, time))
         return options

@@ -26,10 +26,8 @@ class Sets:
         self.decide = [{option.decision: option for option in group} for group in options]
         self.time = np.array([unit.time for unit in units])
         self.inputs = [[problem.index[name] for name in unit.inputs] for unit in units]
-        # Without a stage-wide window, or with one layer, every recompute holds its bytes once; where they wait for
-        # weight gradients, no window changes for how long.
-        waiting = problem.num_layers * problem.held
-        whole = np.array([float((waiting or problem.num_layers) * unit.bytes) for unit in units])
+        # Without a stage-wide window, or with one layer, every recompute holds its bytes once.
+        whole = np.array([float(problem.num_layers * unit.bytes) for unit in units])
         self.on_demand_bytes = np.array(
             [
                 float(group[ON_DEMAND].bytes_for(problem.num_layers)) if ON_DEMAND in group else 0.0

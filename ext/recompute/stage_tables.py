@@ -31,7 +31,6 @@ class StageLayers:
         in_flight: most micro-batches that the stage holds activations of.
         budget: bytes for what these layers hold, inputs included.
         windows: of the whole stage: capacities are seconds for all its layers together.
-        held: see `StageProblem`.
         forward_exposed: share of the micro-batches whose backward has no other one's forward before it.
     """
 
@@ -39,7 +38,6 @@ class StageLayers:
     in_flight: int
     budget: int
     windows: tuple[Window, ...] = ()
-    held: int = 0
     forward_exposed: float = 0.0
 
 
@@ -172,7 +170,6 @@ def solve_stage(stage: StageLayers, solve: Solve) -> StageTables:
             stage.in_flight,
             0,
             _windows(stage, kind, kind.weight / total / len(kind.positions)),
-            stage.held,
         )
         for kind in kinds
     ]
@@ -196,7 +193,7 @@ def _solve_kinds(
 ) -> list[Part]:
     """One kind after another, the smallest first. A backward goes through one layer at a time: they share its room."""
     least = [Part(kind.positions, p, _least(p)) for kind, p in zip(kinds, problems, strict=True)]
-    room = max(part.transient for part in least)
+    room = max((part.transient for part in least), default=0)
     if room + sum(part.resident for part in least) > budget:
         raise InfeasibleBudget(budget, room + sum(part.resident for part in least))
     order = sorted(range(len(kinds)), key=lambda k: most[k])

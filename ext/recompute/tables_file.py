@@ -39,7 +39,6 @@ def _part_json(part: Part) -> dict[str, Any]:
     return {
         "layers": list(part.positions),
         "in_flight": problem.in_flight,
-        "held": problem.held,
         "budget_bytes": problem.budget,
         "windows": [{**asdict(window), "halves": sorted(window.halves)} for window in problem.windows],
         "costs": asdict(problem.layer),
@@ -102,7 +101,6 @@ def _part(content: Mapping[str, Any], tables: Sequence[UnitDecisions]) -> Part:
         int(content["in_flight"]),
         int(content["budget_bytes"]),
         tuple(Window(**{**window, "halves": frozenset(window["halves"])}) for window in content["windows"]),
-        int(content["held"]),
     )
     numbers = {name: content[name] for name in _NUMBERS}
     return Part(positions, problem, Solution(tuple(UnitTable(tables[position]) for position in positions), **numbers))

@@ -92,8 +92,7 @@ def held_bytes(problem: StageProblem, tables: Iterable[UnitTable]) -> int:
     resident, transient = 0, 0
     for table in tables:
         resident += sum(option.resident for option in problem.choice(table))
-        if not problem.held:  # else values wait for the weight gradients, and are resident
-            transient = max(transient, transient_bytes(problem.layer, table))
+        transient = max(transient, transient_bytes(problem.layer, table))
     return problem.input_bytes + resident + transient
 
 
@@ -117,7 +116,7 @@ def solve_tightly(problem: StageProblem, solve: Callable[[StageProblem], Solutio
     from ext.recompute.heu import solve_heu
 
     best, at = _plain_or_least(problem, solve_heu)
-    if best.exposed > 0 and not problem.held:
+    if best.exposed > 0:
         low, high = 0, sum(unit.bytes for unit in problem.layer.units)
         for _ in range(_STEPS):
             more = (low + high) // 2
@@ -141,8 +140,6 @@ def _plain_or_least(problem: StageProblem, solve: Callable[[StageProblem], Solut
         return solve(problem), problem
     except InfeasibleBudget as error:
         smallest = error.smallest_budget
-    if problem.held:
-        raise InfeasibleBudget(problem.budget, smallest)
     loose = replace(problem, temporaries_are_free=True)
     try:
         solve(replace(loose, budget=0))

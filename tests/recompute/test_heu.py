@@ -56,7 +56,6 @@ def problems(draw, tied=False):
         in_flight=draw(st.integers(1, 3)),
         budget=draw(st.integers(0, 120)),
         windows=tuple(windows),
-        held=draw(st.sampled_from([0, 0, 1, 2])),
     )
 
 

@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from ext.cost.profile import LayerProfile
+from ext.cost.profile import Deferral, LayerProfile
 from ext.cost.states import StateBytes
 from ext.pipeline.memory_table import predict
 from ext.pipeline.plan import PipelineShape
 from ext.pipeline.schedule import SCHEDULES
 from ext.pipeline.stage_model import PipelineProfile, Stage
+from ext.recompute.choices import stage_choices
 from ext.recompute.heu import solve_heu
 from ext.recompute.opt import solve_opt
 from ext.recompute.pipeline_tables import choose_tables
 from ext.recompute.problem import InfeasibleBudget
 from ext.recompute.stage_aware import BudgetError
-from ext.recompute.stage_tables import StageLayers, solve_stage
+from ext.recompute.stage_costs import table_costs
+from ext.recompute.stage_tables import StageLayers, solve_stage, working_set
 from ext.recompute.table import KEEP
 from ext.recompute.units import AllReduces, LayerCosts, UnitCosts
 from ext.recompute.windows import wait_window
@@ -158,6 +160,13 @@ def test_kinds_share_a_budget_and_a_window():
     assert found.exposed < solve_stage(replace(stage, windows=()), solve_heu).exposed or used == 0
 
 
+def test_a_stage_without_units_says_what_it_lacks():
+    with pytest.raises(InfeasibleBudget) as refused:
+        solve_stage(StageLayers((None, None), 4, -5), solve_heu)
+    assert refused.value.smallest_budget == 0
+    assert solve_stage(StageLayers((None, None), 4, 0), solve_heu).num_units == 0
+
+
 def test_kinds_share_the_room_of_one_layer():
     """A backward goes through one layer at a time, whatever its kind."""
     large, small = layer(10), layer(7, first_time=2.0)
@@ -215,13 +224,53 @@ def test_the_memory_table_counts_what_only_recomputes_read():
     assert row.activations == 2 * (whole_stage - tables.saved_bytes) + 400 + 800
 
 
-def test_values_that_wait_for_weight_gradients_are_counted():
-    costs = layer()
-    budget = int(4 * 3 * costs.activation_bytes * 0.7)
-    fused = solve_stage(StageLayers((costs,) * 3, 4, budget), solve_heu)
-    assert fused.num_units > 0
-    with pytest.raises(InfeasibleBudget):
-        solve_stage(StageLayers((costs,) * 3, 4, budget, held=4), solve_heu)
-    held = solve_stage(StageLayers((costs,) * 3, 4, budget, held=1), solve_heu)
-    brought_back = sum(unit.bytes for units in held.recomputed() for unit in units)
-    assert 4 * (held.kept_bytes + 3 * costs.input_bytes) + brought_back <= budget
+# -- split backwards -----------------------------------------------------------------------------------------
+
+WAITING, GROWTH = 700, 250
+"""Bytes of one layer that its W needs, and that its I holds beyond what its forward saved."""
+
+
+def with_deferrals(profile, waiting=WAITING):
+    layers = [[replace(layer, deferral=Deferral((), waiting, GROWTH)) for layer in s.layers] for s in profile.stages]
+    last = len(layers) - 1
+    return replace(profile, stages=tuple(Stage(own, is_last=i == last) for i, own in enumerate(layers)))
+
+
+@pytest.mark.parametrize("waiting", [100, WAITING, 3000])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_w_needs_the_same_whatever_is_recomputed(waiting, overlap):
+    profile, units = pipeline(2)
+    stage = with_deferrals(profile, waiting).stages[0]
+    whole = stage.costs(0)
+    for tables in stage_choices(profile, 0, units[0], 3, overlap=overlap).tables[1:]:
+        costs = table_costs(stage, tables)
+        assert costs.split.waiting == whole.split.waiting == 3 * waiting
+        kept = costs.activations - costs.dropped + costs.stash
+        # Layer by layer from the last one on: what it kept, what it brings back, what the ones behind it left.
+        one_layer = kept / 3
+        most = max((i + 1) * one_layer + (2 - i) * waiting + working_set(tables) + GROWTH for i in range(len(units[0])))
+        everything = kept + sum(unit.bytes for back in tables.recomputed() for unit in back) + whole.split.growth
+        found = kept + costs.split.working_set
+        assert min(most, everything) <= found <= max(kept, 3 * waiting) + working_set(tables) + GROWTH
+        after_r = kept + costs.dropped
+        assert max(after_r, 3 * waiting) <= after_r + costs.split.growth <= everything
+
+
+def test_what_is_known_of_w_saves_memory():
+    profile, units = pipeline(4)
+    schedule = SCHEDULES.get("zb_h1")(shape=PipelineShape(4, 8))
+
+    def smallest(profile):
+        with pytest.raises(BudgetError) as refused:
+            choose_tables(schedule, profile, units, [10] * 4, solve_heu, layers_per_stage=[3] * 4, show=str)
+        named = str(refused.value).partition("by stage: ")[2].partition(". ")[0]
+        return [int(number) for number in named.split(", ")]
+
+    known = with_deferrals(profile)
+    least = smallest(known)
+    assert all(size < more for size, more in zip(least[1:], smallest(profile)[1:], strict=True))
+    for factor in (1.0, 1.1, 1.3, 1.6):
+        budgets = [round(factor * size) for size in least]
+        found = choose_tables(schedule, known, units, budgets, solve_heu, layers_per_stage=[3] * 4)
+        assert found.stages[1].num_units > 0
+        assert not any(row.exceeds for row in predict(found.plan, known, budgets, found.costs))

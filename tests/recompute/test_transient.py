@@ -93,8 +93,8 @@ def test_the_unit_engine_holds_no_more(byte_masks):
     assert tight > 15
 
 
-def problem(budget, num_layers=3, in_flight=1, windows=(), held=0):
-    return StageProblem(ATTENTION_AND_MLP, num_layers, in_flight, budget, windows, held)
+def problem(budget, num_layers=3, in_flight=1, windows=()):
+    return StageProblem(ATTENTION_AND_MLP, num_layers, in_flight, budget, windows)
 
 
 def test_memory_that_is_free_again_is_used():
@@ -116,13 +116,6 @@ def test_the_smallest_budget_can_be_kept():
     assert solve_tightly(problem(least), solve_heu).bytes <= least
     with pytest.raises(InfeasibleBudget):
         solve_tightly(problem(least - 1), solve_heu)
-
-
-def test_values_that_wait_for_weight_gradients_are_resident():
-    waiting = problem(2500, held=2)
-    found = solve_tightly(waiting, solve_heu)
-    assert found.bytes == evaluate(waiting, found.tables)[1] == held_bytes(waiting, found.tables)
-    assert found.tables == solve_heu(waiting).tables
 
 
 @st.composite
