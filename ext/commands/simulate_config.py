@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from ext.pipeline.plan import PipelineShape
 from ext.pipeline.simulate import Simulation, simulate
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
+from ext.recompute.analytic import transformer_costs
+from ext.recompute.units import LayerCosts
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def run_config(request: ConfigRequest) -> tuple[Simulation, list[StageMemory]]:
     bounds = _bounds(config, layers, PipelineShape(stages, num_microbatches), states, budgets)
     parts = tuple(Stage(layers[a:b], is_last=b == len(layers)) for a, b in pairwise(bounds))
     profile = PipelineProfile(parts, states)
+    block = unit_costs(shape, micro_batch, device, next(layer for layer in layers if layer.recomputable).forward)
     decision = decide(
         config,
         [b - a for a, b in pairwise(bounds)],
@@ -82,10 +85,12 @@ def run_config(request: ConfigRequest) -> tuple[Simulation, list[StageMemory]]:
         num_microbatches,
         profile,
         budgets,
+        units=[[block if layer.recomputable else None for layer in part.layers] for part in parts],
     )
-    plan = decision.plan
-    costs = Costs(tuple(part.costs(count) for part, count in zip(parts, plan.recomputed_layers, strict=True)))
-    rows = predict(plan, profile, budgets)
+    plan, tables = decision.plan, decision.tables
+    whole = tuple(part.costs(count) for part, count in zip(parts, plan.recomputed_layers, strict=True))
+    costs = Costs(whole if tables is None else tables.costs)
+    rows = predict(plan, profile, budgets, costs.stages)
     over = [row for row in rows if row.exceeds]
     if over:
         raise InfeasibleError(
@@ -93,6 +98,13 @@ def run_config(request: ConfigRequest) -> tuple[Simulation, list[StageMemory]]:
             + f"\n{nearest_change(decision.schedule, profile, budgets)}"
         )
     return simulate(plan, costs), rows
+
+
+def unit_costs(shape: TransformerShape, micro_batch: int, device: Device, forward: float) -> LayerCosts:
+    """Of a transformer layer with fused attention, as `gpt_profile` has it: units that take ``forward`` in all."""
+    costs = transformer_costs(shape, micro_batch=micro_batch, device=device, flash=True)
+    scale = forward / costs.forward
+    return replace(costs, units=tuple(replace(unit, time=scale * unit.time) for unit in costs.units))
 
 
 def memory_json(rows: list[StageMemory]) -> list[dict[str, Any]]:

@@ -104,3 +104,16 @@ def test_without_a_config_the_other_options_are_needed(capsys):
         "--micro-batches: missing; give it, or --config.",
         "--schedule: missing; give it, or --config.",
     ]
+
+
+def test_units_of_layers_are_decided_from_formulas(call):
+    auto = {"type": "auto", "search_seconds": 0.3}
+    found = []
+    for schedule, policy in (("1f1b", "stage_aware"), ("1f1b", "lynx_heu"), (auto, "lynx_heu")):
+        recompute = {"policy": policy, "memory_budget_gib": [3.6, 3, 3, 8]}
+        answer = call({"pipeline": {"schedule": schedule, "tolerance": 0}, "recompute": recompute})
+        assert all(row["total"] <= row["budget"] for row in answer["memory"])
+        assert answer["recomputed_layers"][0] > 0
+        found.append(answer["step_time"])
+    whole_layers, units, searched = found
+    assert searched <= units < whole_layers
