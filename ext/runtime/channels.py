@@ -44,7 +44,7 @@ class Channel:
         wire = _bytes_of(tensor.detach().contiguous())
         if not wire.numel():
             return None
-        try:
+        try:  # no frame of an error may hold the group, which closes its sockets when it goes
             return self._group.send([wire], self._peer, 0), wire
         except RuntimeError as error:
             self._lost_peer(error)
