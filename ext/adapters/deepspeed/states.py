@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ext.config.states import state_bytes
 from ext.cost.states import StateBytes
-
-_CONTAINERS = (list, tuple, set, frozenset)
+from ext.runtime.reachable import tensors_in
 
 
 def predicted_states(engine: Any) -> StateBytes:
@@ -34,26 +32,4 @@ def optimizer_tensors(engine: Any) -> Iterator[Tensor]:
 
 
 def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
-    """Every tensor reachable through containers, modules, torch's optimizers and DeepSpeed's own objects."""
-    seen: set[int] = set()
-    waiting = list(roots)
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            if not item.is_meta:  # ZeRO keeps shapes as tensors without memory.
-                yield item
-            gradients = item.grad if item.is_leaf else None, getattr(item, "grad_accum", None)
-            waiting += [gradient for gradient in gradients if gradient is not None]
-        elif isinstance(item, nn.Module):
-            waiting += [*item.parameters(), *item.buffers()]
-        elif isinstance(item, dict):
-            waiting += [*item.keys(), *item.values()]
-        elif isinstance(item, _CONTAINERS):
-            waiting += item
-        elif isinstance(item, torch.optim.Optimizer):
-            waiting += [item.param_groups, dict(item.state)]
-        elif type(item).__module__.startswith("deepspeed.runtime."):
-            waiting += vars(item).values() if hasattr(item, "__dict__") else ()
+    return tensors_in(roots, ("deepspeed.runtime.",), ("grad_accum",))

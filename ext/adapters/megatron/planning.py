@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ext.adapters.megatron import arguments, check, limits, resolve
 from ext.adapters.megatron.layers import MegatronRngTracker, transformer_layers
@@ -62,7 +62,9 @@ class Plans:
 
     Attributes:
         layers_per_stage: transformer layers of every stage, as they were built.
-        rows: predicted memory of every stage under the newest plan; empty without a profile.
+        rows: memory of every stage under the newest plan, predicted, and measured once a step was counted; empty
+            without a profile.
+        note: told of every tensor that a unit keeps or brings back.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class Plans:
         self.guard = FailureGuard()
         self.layers_per_stage = _count_layers(model, host_config, groups)
         self.rows: list[StageMemory] = []
-        self._config = config
+        self.note: Callable[[Tensor], Any] | None = None
+        self.config = config
         self._name = name
         check.raise_if_any([*check.wrong_budgets(config, len(self.layers_per_stage), name)])
         self._model = model
@@ -93,7 +96,7 @@ class Plans:
     @property
     def needs_profile(self) -> bool:
         """Whether the next training step has to be profiled first."""
-        return self._profile is None and (self._shows_memory or needs_profile(self._config))
+        return self._profile is None and (self._shows_memory or needs_profile(self.config))
 
     def _can_report(self) -> bool:
         """Whether a prediction would be true; where not, says so."""
@@ -110,16 +113,16 @@ class Plans:
     def measure(self, call: Call, links: Links) -> Measured:
         """This rank's stage, on the next micro-batch. Collective over the pipeline."""
         stage, num_stages = self._stage, len(self.layers_per_stage)
-        layers, with_units = transformer_layers(self._model), measures_units(self._config)
+        layers, with_units = transformer_layers(self._model), measures_units(self.config)
         return profile_stage(call, stage, num_stages, links, layers, with_units=with_units)
 
     def take(self, measured: Measured) -> None:
         """From here on plans are made for what the pipeline of global rank 0 measured."""
         layers = shared_profiles(measured.layers, self._stage, self._group)
-        if decides_about_units(self._config):
+        if decides_about_units(self.config):
             units = shared_profiles(measured.units, self._stage, self._group)
             about = {"device": "cuda" if torch.cuda.is_available() else "cpu", "torch": str(torch.__version__)}
-            known = partial(known_units, self._config, layers, units, about)
+            known = partial(known_units, self.config, layers, units, about)
             self._units = self.as_typed(lambda: self.guard.from_rank_0(known))
         last = len(layers) - 1
         stages = [Stage(stage, is_last=i == last, copies_inputs=False) for i, stage in enumerate(layers)]
@@ -140,14 +143,14 @@ class Plans:
         tables = self.of(num_microbatches).tables
         if tables is None:
             return None
-        return StageUnits(tables.stages[stage], (MegatronRngTracker(),), tables.reserves[stage])
+        return StageUnits(tables.stages[stage], (MegatronRngTracker(),), tables.reserves[stage], self.note)
 
     def _decide(self, num_microbatches: int) -> Decision:
-        budgets = budgets_in_bytes(self._config, len(self.layers_per_stage), _device_bytes())
-        searches = decides_by_search(self._config)
+        budgets = budgets_in_bytes(self.config, len(self.layers_per_stage), _device_bytes())
+        searches = decides_by_search(self.config)
         decide = partial(
             resolve.resolve,
-            self._config,
+            self.config,
             self.layers_per_stage,
             num_microbatches,
             self._profile,
@@ -155,13 +158,13 @@ class Plans:
             self._units,
             splits_backward=searches and self._can_split(),
         )
-        by_one = searches or reads_plan_file(self._config)
+        by_one = searches or reads_plan_file(self.config)
         decision = self.guard.from_rank_0(decide) if by_one else decide()
         self._refuse_settings(decision)
         if self._profile is not None:
             tables = decision.tables
             self.rows = predict(decision.plan, self._profile, budgets, None if tables is None else tables.costs)
-            check_budgets(self._config, self.rows, decision.policy, partial(self._change, decision, budgets))
+            check_budgets(self.config, self.rows, decision.policy, partial(self._change, decision, budgets))
         if decision.plan.split_backwards:
             make_deferrable(self._model)
         self._announce(decision)
@@ -170,7 +173,7 @@ class Plans:
     def _refuse_settings(self, decision: Decision) -> None:
         """Settings of Megatron's that cannot go with the plan."""
         splits = bool(decision.plan.split_backwards)
-        recomputes = limits.recomputing_key(self._config.recompute is not None, any(decision.plan.recomputed_layers))
+        recomputes = limits.recomputing_key(self.config.recompute is not None, any(decision.plan.recomputed_layers))
         problems = limits.problems(self._host_config, self._name, splits=splits, recomputes=recomputes)
         if splits:
             problems += limits.layers_that_cannot_split(undeferrable_layers(self._model), self._name)
@@ -189,14 +192,30 @@ class Plans:
         assert budgets is not None
         return nearest_change(decision.schedule, self._profile, budgets, moves_layers=False)
 
-    def _announce(self, decision: Decision) -> None:
-        """Rank 0 writes what is active beside the run and, the first time, prints the promised line."""
-        versions = {"megatron-core": version("megatron-core"), "torch": torch.__version__}
-        self.guard.from_rank_0(lambda: str(resolved.write_resolved(self._config, decision, versions)))
+    def nearest_change(self, excess: int) -> str:
+        """The nearest change of the newest plan that fits, with room for bytes beyond the prediction."""
+        budgets = budgets_in_bytes(self.config, len(self.layers_per_stage), _device_bytes())
+        if self._profile is None or budgets is None or self.newest is None:
+            return "Recompute more layers, or take a smaller micro-batch."
+        return self._typed(self._change(self.newest, [max(1, given - excess) for given in budgets], self.rows[0]))
+
+    def show_rows(self, what: str) -> None:
+        """Rank 0 tells the memory of every stage, where somebody asked."""
         if dist.get_rank() != 0:
             return
         if self._shows_memory:
-            print(f"predicted {table(self.rows)}", file=sys.stderr, flush=True)  # noqa: T201 - asked for by the switch
+            print(f"{what} {table(self.rows)}", file=sys.stderr, flush=True)  # noqa: T201 - asked for by the switch
+        else:
+            logger.info("%s %s", what, table(self.rows))
+
+    def _announce(self, decision: Decision) -> None:
+        """Rank 0 writes what is active beside the run and, the first time, prints the promised line."""
+        versions = {"megatron-core": version("megatron-core"), "torch": torch.__version__}
+        self.guard.from_rank_0(lambda: str(resolved.write_resolved(self.config, decision, versions)))
+        if dist.get_rank() != 0:
+            return
+        if self.rows:
+            self.show_rows("predicted")
         if decision.chosen is not None:
             logger.info("auto: %s; ended by %s", decision.chosen.reason, decision.chosen.stopped_by)
         if not self._decisions:
@@ -208,10 +227,12 @@ class Plans:
         try:
             return make()
         except ConfigError as error:
-            keys = "|".join(re.escape(flag.path) for flag in arguments.flags())
-            raise type(error)(
-                *(re.sub(rf"\bext\.({keys})\b", lambda key: self._name(key[1]), text) for text in error.problems)
-            ) from error
+            raise type(error)(*map(self._typed, error.problems)) from error
+
+    def _typed(self, text: str) -> str:
+        """A text whose keys are called as the user wrote them."""
+        keys = "|".join(re.escape(flag.path) for flag in arguments.flags())
+        return re.sub(rf"\bext\.({keys})\b", lambda key: self._name(key[1]), text)
 
 
 def _count_layers(model: nn.Module, host_config: Any, groups: Any) -> list[int]:

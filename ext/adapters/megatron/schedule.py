@@ -21,6 +21,7 @@ from ext.adapters.megatron.planning import Plans
 from ext.adapters.megatron.states import ADAM_MOMENTS
 from ext.adapters.megatron.step import Call, Step
 from ext.adapters.megatron.support import unsupported
+from ext.adapters.megatron.watches import Watches
 from ext.config import ExtConfig
 from ext.core.errors import ConfigError, DataError
 from ext.pipeline import placement
@@ -29,12 +30,8 @@ from ext.pipeline.memory_table import StageMemory
 from ext.pipeline.plan import Plan
 from ext.recompute.pipeline_tables import PipelineTables
 from ext.recompute.report import RecomputeReport
-from ext.runtime.alarm import Alarm
 from ext.runtime.channels import Links
 from ext.runtime.guard import FailureGuard
-from ext.runtime.recorder import Recorder, clock_for
-from ext.runtime.tracing import Tracer
-from ext.runtime.watchdog import Watchdog
 
 
 class PlanForwardBackward:
@@ -65,11 +62,9 @@ class PlanForwardBackward:
         self._moments = moments
         self._plans: Plans | None = None
         self._links: Links | None = None
-        self._watchdog: Watchdog | None = None
+        self._watches: Watches | None = None
         self._num_trained = 0
         self._iteration = iteration or (lambda: self._num_trained)
-        self._recorder: Recorder | None = None
-        self._tracer: Tracer | None = None
 
     def __call__(
         self,
@@ -113,16 +108,16 @@ class PlanForwardBackward:
         sync = GradSync(host_config, chunk, rank, may_start_early=not plan.split_backwards)
         assert self._links is not None
         assert self._plans is not None
+        assert self._watches is not None
         units = None if forward_only else self._plans.units_of(num_microbatches, rank)
-        assert self._watchdog is not None
-        assert self._recorder is not None
-        step = Step(
-            call, plan, rank, self._links, transformer_layers(chunk), sync, units, self._watchdog,
-            self._plans.guard.alarm, self._recorder,
-        )  # fmt: skip
+        step = Step(call, plan, rank, self._links, transformer_layers(chunk), sync, self._watches, units)
         self.recompute_report = None if units is None else units.report
-        with self._traced(call, plan, groups.pp):
+        if forward_only:
             self._run_call(step, groups, force_all_reduce)
+            return step.store
+        with self._watches.traced(self._iteration(), plan, groups.pp):
+            self._run_call(step, groups, force_all_reduce)
+        self._num_trained += 1
         return step.store
 
     def _run_call(self, step: Step, groups: Any, force_all_reduce: bool) -> None:
@@ -134,6 +129,7 @@ class PlanForwardBackward:
         if not step.call.forward_only:
             sync.finish()
             self.recomputes = dict.fromkeys(plan.stages_of(step.rank), step.num_reruns)
+            step.watches.memory.count_states()
             if host_config.finalize_model_grads_func is not None:
                 num_tokens = step.num_tokens if host_config.calculate_per_token_loss else None
                 host_config.finalize_model_grads_func(
@@ -141,22 +137,6 @@ class PlanForwardBackward:
                 )
         if host_config.timers is not None:
             host_config.timers("forward-backward").stop()
-
-    @contextmanager
-    def _traced(self, call: Call, plan: Plan, group: Any) -> Iterator[None]:
-        """A chosen training step is recorded, and gathered where the file is that of this pipeline."""
-        if call.forward_only:
-            yield
-            return
-        number, tracer, recorder = self._iteration(), self._tracer, self._recorder
-        self._num_trained += 1
-        if tracer is None or recorder is None or not tracer.wants(number):
-            yield
-            return
-        with recorder.step(number):
-            yield
-        if dist.get_global_rank(group, 0) == 0:
-            tracer.add(number, plan, recorder, group, plan.num_ranks)
 
     @property
     def plan(self) -> Plan | None:
@@ -172,7 +152,10 @@ class PlanForwardBackward:
 
     @property
     def memory(self) -> list[StageMemory]:
-        """Predicted memory of every stage, as `ext.memory_report` tells it; empty where nobody asked."""
+        """Memory of every stage, as `ext.memory_report` tells it; empty where nobody asked.
+
+        Measured values are there once another call has followed the first training step.
+        """
         return [] if self._plans is None else list(self._plans.rows)
 
     def describe(self) -> dict[str, Any]:
@@ -199,18 +182,11 @@ class PlanForwardBackward:
         host_config = call.config
         if self._plans is None:
             self._plans = Plans(self.config, self._name, call.model, host_config, groups, self._moments)
-            if max(groups.tp.size(), groups.cp.size(), host_config.expert_model_parallel_size) > 1:
-                # Ranks wait for each other inside a step, where only the alarm reaches them.
-                self._plans.guard.alarm = Alarm.shared()
-            self._watchdog = Watchdog(self.config.watchdog)
-            self._recorder = Recorder(clock_for(_device(call.model)))
-            trace = self.config.trace
-            if trace is not None:
-                self._tracer = self._plans.as_typed(
-                    lambda: Tracer.opened(trace.path, trace.steps, self._plans.guard)  # type: ignore[union-attr]
-                )
+            self._watches = Watches.of(self.config, self._plans, call.model, host_config, groups)
         if self._links is None:
             self._links = _open_links(call.model, groups, dynamic=host_config.variable_seq_lengths)
+        assert self._watches is not None
+        self._watches.memory.after_first_step()
         data = call.data_iterator
         if not call.forward_only:
             if self._plans.needs_profile:
@@ -234,7 +210,7 @@ class PlanForwardBackward:
         if not step.call.forward_only:
             step.grad_sync.hold()
         name = "evaluation" if step.call.forward_only else "a training step"
-        with self._failing_together(step.call, lambda: step.num_forwards), step.watchdog.step(name):
+        with self._failing_together(step.call, lambda: step.num_forwards), step.watches.watchdog.step(name):
             try:
                 step.run()
             except Exception:
@@ -262,7 +238,8 @@ class PlanForwardBackward:
                     f"a step needs {call.num_microbatches} micro-batches, the data iterator gave {num_taken()}. Give "
                     "it more data, or lower --global-batch-size or --eval-iters."
                 )
-            guard.agree(error)
+            assert self._watches is not None
+            guard.agree(self._watches.memory.explained(error))
         else:
             self._agree_on_success(guard)
 
@@ -304,9 +281,6 @@ def _groups() -> Any:
 
 def _open_links(model: nn.Module, groups: Any, *, dynamic: bool) -> Links:
     ranks = dist.get_process_group_ranks(groups.pp)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     neighbours = zip(range(len(ranks)), range(1, len(ranks)), strict=False)
-    return Links(ranks, ranks.index(dist.get_rank()), neighbours, _device(model), dynamic=dynamic)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return Links(ranks, ranks.index(dist.get_rank()), neighbours, device, dynamic=dynamic)

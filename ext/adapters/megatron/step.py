@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules as host
@@ -23,11 +23,11 @@ from ext.pipeline.plan import Plan
 from ext.recompute.regions import MicrobatchRegions
 from ext.recompute.stage_units import StageUnits
 from ext.recompute.unit_engine import MicrobatchUnits
-from ext.runtime.alarm import Alarm
 from ext.runtime.channels import Links, Receiver, TensorSpec, as_tuple
-from ext.runtime.recorder import HostClock, Recorder
 from ext.runtime.split_backward import WeightGradQueue
-from ext.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ext.adapters.megatron.watches import Watches
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,14 @@ class Step:
     links: Links
     layers: Sequence[nn.Module]
     grad_sync: GradSync
+    watches: Watches
     units: StageUnits | None = None
-    watchdog: Watchdog = field(default_factory=lambda: Watchdog(None))
-    alarm: Alarm | None = None
-    recorder: Recorder = field(default_factory=lambda: Recorder(HostClock()))
     store: list[Any] = field(default_factory=list)
     num_reruns: int = 0
     num_forwards: int = 0
 
     def __post_init__(self) -> None:
-        self.weight_grads = WeightGradQueue(self.plan.max_deferred(self.rank))
+        self.weight_grads = WeightGradQueue(self.plan.max_deferred(self.rank), self.watches.memory.note)
         device = next((p.device for p in self.call.model.parameters()), torch.device("cpu"))
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
         self._flights = [InFlight() for _ in range(self.plan.num_microbatches)]
@@ -121,31 +119,45 @@ class Step:
 
     def run(self) -> None:
         """Run all actions, then wait until all that was sent has left."""
+        with contextlib.nullcontext() if self.call.forward_only else self.watches.memory.counting(self._held):
+            self._run_actions()
+        with self.watches.watchdog.action("what was sent but has not left"):
+            self.links.drain()
+        self.watches.recorder.actions_done(self.rank)
+
+    def _run_actions(self) -> None:
         for action in self.plan.orders[self.rank]:
             if action == self._last_backward:
                 self.grad_sync.before_last_backward()
-            if self.alarm is not None:
-                self.alarm.raise_if_rung()
-            with self.watchdog.action(str(action)), self._recorded(action):
+            if self.watches.alarm is not None:
+                self.watches.alarm.raise_if_rung()
+            with self.watches.watchdog.action(str(action)), self._recorded(action):
                 _HANDLERS[action.kind](self, action.stage, action.microbatch)
-        with self.watchdog.action("what was sent but has not left"):
-            self.links.drain()
-        self.recorder.actions_done(self.rank)
+
+    def _held(self) -> Iterator[Tensor]:
+        """What the step itself holds for the micro-batches in flight; the loss takes the last outputs at once."""
+        is_last = self.rank == self.plan.num_stages - 1
+        for flight in self._flights:
+            if flight.inputs is not None:
+                yield flight.inputs
+            if not is_last and isinstance(flight.outputs, Tensor):
+                yield flight.outputs
 
     def _recorded(self, action: Action) -> AbstractContextManager[None]:
         if action.kind in (Kind.RECV_F, Kind.RECV_B):
             return contextlib.nullcontext()  # posting a receive takes no time; the wait for it is recorded
-        return self.recorder.action(action.kind, action.stage, action.microbatch)
+        return self.watches.recorder.action(action.kind, action.stage, action.microbatch)
 
     def _received(self, channel: Receiver, kind: Kind, stage: int, microbatch: int) -> Any:
         what = f"micro-batch {microbatch} of {channel.name}"
-        with self.watchdog.waiting(what), self.recorder.waiting(str(kind), stage, microbatch):
+        with self.watches.watchdog.waiting(what), self.watches.recorder.waiting(str(kind), stage, microbatch):
             return channel.wait(microbatch)
 
     @contextlib.contextmanager
     def _rerunning(self, stage: int, microbatch: int) -> Iterator[None]:
         """Around every re-run of layers."""
-        with statistics_kept(self.layers), self.recorder.rerun(stage, microbatch):
+        watches = self.watches
+        with statistics_kept(self.layers), watches.recorder.rerun(stage, microbatch), watches.memory.reruns():
             yield
 
     # -- compute -------------------------------------------------------------------------------------------
@@ -162,6 +174,7 @@ class Step:
             flight.outputs, num_tokens = host_forward(
                 call, function, call.data_iterator, flight.inputs, self.store, microbatch, is_last=is_last
             )
+        self.watches.memory.sample()
         self.num_forwards += 1
         self.num_tokens += num_tokens
         if stage < self.plan.num_stages - 1:
