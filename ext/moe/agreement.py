@@ -60,7 +60,7 @@ class Call:
 
 
 def agree(call: Call, logits: Tensor, group: RankGroup, layer: str) -> int:
-    """The most tokens that any rank has. Collective over ``group``; one small all-reduce.
+    """The most tokens that any rank has. Collective over ``group``; one small message to every rank, or all-reduce.
 
     Args:
         call: of this rank.
@@ -76,7 +76,8 @@ def agree(call: Call, logits: Tensor, group: RankGroup, layer: str) -> int:
     bad = torch.tensor(bool(call.problem), device=logits.device)
     if logits.numel() and not call.problem:
         # +inf and NaN show in the largest, -inf and NaN in the smallest; no tensor of the logits' size is made.
-        bad = ~(torch.isfinite(logits.amax()) & torch.isfinite(logits.amin()))
+        least, most = torch.aminmax(logits)
+        bad = ~(torch.isfinite(most) & torch.isfinite(least))
     largest, smallest = extremes(torch.cat([known, bad.view(1)]), group.process_group)
     if largest[1:] != smallest[1:] or largest[-1]:
         raise RoutingError(f"MoE layer {layer}: {_explanation(call, logits, group)}")
