@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from ext.pipeline.actions import R
 from ext.pipeline.build import plan_of_orders
 from ext.pipeline.costs import StageCosts
-from ext.pipeline.fit import ROUNDING
 from ext.pipeline.memory import heaviest_loads, peak
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
@@ -227,9 +226,9 @@ def _exposing(tables: StageTables, share: float) -> StageTables:
 
 
 def keeps_budgets(tables: PipelineTables, profile: PipelineProfile, budgets: Sequence[int]) -> bool:
-    """Whether every stage keeps its budget, as the simulator counts memory."""
+    """Whether every stage keeps its budget, counted as for the table of memory."""
     plan = tables.plan
     return all(
-        peak(heaviest_loads(plan.orders[plan.rank_of[s]]), costs) + profile.fixed(s) <= budgets[s] * ROUNDING
+        round(peak(heaviest_loads(plan.orders[plan.rank_of[s]]), costs)) + profile.fixed(s) <= budgets[s]
         for s, costs in enumerate(tables.costs)
     )

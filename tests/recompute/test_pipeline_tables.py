@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -188,6 +189,30 @@ def test_kinds_share_the_room_of_one_layer():
         kept = 4 * (found.kept_bytes + sum(costs.input_bytes for costs in both.layers))
         assert kept + max(part.transient for part in found.parts) == found.bytes <= budget
         assert found.exposed <= least.exposed
+
+
+def test_kinds_keep_every_budget():
+    draw = random.Random(0)
+    for _ in range(40):
+        kinds = [
+            LayerCosts(
+                tuple(
+                    UnitCosts(name, inputs, draw.randint(0, 9), draw.randint(0, 3), needed=draw.random() < 0.7)
+                    for name, inputs in (("a", ()), ("b", ("a",)), ("c", ("a", "b")), ("d", ("c",)))
+                ),
+                draw.randint(1, 9),
+            )
+            for _ in range(3)
+        ]
+        stage = StageLayers((*kinds, kinds[0]), draw.randint(1, 3), 0)
+        try:
+            smallest = solve_stage(stage, solve_heu).bytes
+        except InfeasibleBudget as refused:
+            smallest = refused.smallest_budget
+        for budget in range(smallest, smallest + 40, 4):
+            found = solve_stage(replace(stage, budget=budget), solve_heu)
+            kept = stage.in_flight * (found.kept_bytes + sum(costs.input_bytes for costs in stage.layers))
+            assert kept + working_set(found) <= found.bytes <= budget
 
 
 def test_a_budget_for_everything_keeps_everything():
