@@ -66,12 +66,17 @@ def stock():
     return _losses(done)
 
 
-def test_a_schedule_with_recompute(stock):
-    done = _launch(2, [*PIPELINE, "--ext-pipeline-schedule", "shifted_critical_path"])
+def test_a_schedule_with_recompute_and_its_trace(stock, tmp_path):
+    trace = ["--ext-trace-path", str(tmp_path / "trace.json"), "--ext-trace-steps", "1,2"]
+    done = _launch(2, [*PIPELINE, "--ext-pipeline-schedule", "shifted_critical_path", *trace])
     assert _losses(done) == stock  # dropout is on by default in Megatron
     (line,) = _summaries(done)
     assert "schedule shifted_critical_path, 2 ranks x 8 micro-batches, layers per stage 2,2" in line
     assert "recomputed layers 2,0" in line
+    command = [sys.executable, "-m", "ext", "trace", "diff", "--json", str(tmp_path / "trace.json")]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = json.loads(subprocess.run(command, env=environ, cwd=ROOT, check=True, capture_output=True).stdout)
+    assert len(found["stages"]) == 2
 
 
 def test_split_backward_through_ext_run_and_a_config_file(stock, tmp_path):
@@ -91,6 +96,7 @@ def test_auto_within_a_budget_and_its_plan_from_the_file(stock, tmp_path):
     (line,) = _summaries(done)
     assert "recompute as searched (auto)" in line
     assert "predicted memory per stage in" in done.stderr
+    assert "measured memory per stage in" in done.stderr
     file = ["--ext-pipeline-schedule", json.dumps({"type": "plan_file", "path": str(tmp_path / "ext_plan.json")})]
     again = _launch(2, [*PIPELINE, *file])
     assert _losses(again) == _losses(done)
@@ -115,6 +121,23 @@ def test_bf16_replicas_and_the_distributed_optimizer():
     options = [*PIPELINE, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     expected = _losses(_launch(4, options))
     assert _losses(_launch(4, [*options, "--ext-pipeline-schedule", "early_recompute"])) == expected
+
+
+def test_experts_by_measured_dispatch_and_experts_that_ranks_cannot_share():
+    experts = ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear", *MOCK]
+    spread = [*experts, "--expert-model-parallel-size", "4"]
+    expected = _losses(_launch(4, spread))
+    nodes = ["--ext-moe-topology-ranks-per-node", "2"]
+    done = _launch(4, [*spread, *nodes, "--ext-moe-dispatcher", '{"type": "auto", "probe_seconds": 0.5}'])
+    assert _losses(done) == expected
+    assert re.search(
+        r"MoE dispatcher auto \((linear|hierarchical) at .*: linear [\d.e-]+ ms, hierarchical ", done.stderr
+    )
+    done = _launch(4, [*experts, "--expert-model-parallel-size", "3", *nodes, "--ext-moe-dispatcher", "auto"])
+    assert done.returncode != 0
+    assert (
+        "--expert-model-parallel-size 3: so many ranks cannot share --num-experts 4 evenly. Use 1, 2, 4" in done.stderr
+    )
 
 
 def test_sequence_parallel_recompute():
