@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from ext.recompute.windows import ON_DEMAND
 
@@ -29,8 +30,12 @@ class UnitTable:
     def of(cls, decisions: Mapping[str, str]) -> UnitTable:
         return cls(tuple(decisions.items()))
 
+    @cached_property
+    def _by_unit(self) -> dict[str, str]:
+        return dict(self.decisions)
+
     def __getitem__(self, unit: str) -> str:
-        return dict(self.decisions).get(unit, KEEP)
+        return self._by_unit.get(unit, KEEP)
 
     @property
     def dropped(self) -> frozenset[str]:

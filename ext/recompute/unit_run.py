@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ext.comm.tensor_parallel.hooks import Listener, listening
 from ext.core.errors import ExtError
-from ext.recompute.ambient import AutocastState, RngState
+from ext.recompute.ambient import AutocastState, RngState, default_device
 from ext.recompute.dropped import DroppedUnit
 from ext.recompute.regions import RngTracker
 from ext.recompute.report import ByteReserve, RecomputeReport
@@ -102,7 +102,7 @@ class LayerRun:
         self._counts = counts
         self._constants = constants
         self._dropped: dict[str, DroppedUnit] = {}
-        self._autocast = AutocastState.capture(device)
+        self._autocast, self._default_device = AutocastState.capture(device), default_device()
         # What the layer returns lives in the next one anyway.
         self._droppable = {
             unit.name
@@ -120,6 +120,7 @@ class LayerRun:
         values: dict[str, Any] = dict(zip(self._units.inputs, inputs, strict=True))
         versions: dict[str, int] = {}
         self._constant_keys = storage_keys(self._constants)
+        self._constant_versions = self._versions_of_constants()
         for name, value in values.items():
             self._register(name, value, versions)
         for unit in self._units.units:
@@ -177,10 +178,10 @@ class LayerRun:
                 dropped.saved_bytes += storage_bytes(tensor)
             return _Reference(self, unit.name, None, len(dropped.internals) - 1)
 
-        before = sum(tensor._version for tensor in self._constants)
         with memory, self._at.around(), listening(self.listener(unit)), saved_tensors_hooks(pack, _unpack):
             output = unit.fn(*arguments)
-        if dropped is not None and sum(tensor._version for tensor in self._constants) != before:
+        before, self._constant_versions = self._constant_versions, self._versions_of_constants()
+        if dropped is not None and before != self._constant_versions:
             raise RecomputeError(
                 f"unit '{unit.name}' changes a parameter or buffer (running statistics?) and would do so again when it "
                 "is recomputed. Keep it (keep=True)."
@@ -188,6 +189,9 @@ class LayerRun:
         keys = set(own)
         own.clear()  # the hook, and with it this, lives as long as the graph
         return output, keys
+
+    def _versions_of_constants(self) -> int:
+        return sum([tensor._version for tensor in self._constants])
 
     def _finish(self, values: dict[str, Any], versions: dict[str, int]) -> None:
         """Keeps what recomputes will read and checks that nothing of it was changed in place."""
@@ -279,7 +283,7 @@ class LayerRun:
             if isinstance(value, Tensor):
                 value = value.detach().requires_grad_(self._needs_grad[needed])
             arguments.append(value)
-        known = storage_keys(arguments) | storage_keys(self._constants)
+        known = storage_keys((*arguments, *self._constants))
         saved: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:
@@ -288,15 +292,17 @@ class LayerRun:
                 saved.append(tensor.detach())
 
         stop = stopwatch(self._device)
-        with ExitStack() as stack:
-            stack.enter_context(dropped.rng.restored())
-            stack.enter_context(self._autocast.restored())
-            stack.enter_context(dropped.memory.replaying())
-            stack.enter_context(listening(None))
-            stack.enter_context(self._at.recomputing())
-            stack.enter_context(self._at.around())
-            stack.enter_context(torch.enable_grad())  # with a graph, or nothing would be saved
-            stack.enter_context(saved_tensors_hooks(collect, _never))
+        with (
+            dropped.rng.restored(),
+            self._autocast.restored(),
+            self._default_device,
+            dropped.memory.replaying(),
+            listening(None),
+            self._at.recomputing(),
+            self._at.around(),
+            torch.enable_grad(),  # with a graph, or nothing would be saved
+            saved_tensors_hooks(collect, _never),
+        ):
             output = unit.fn(*arguments).detach()
         timing = stop()
         self._check(dropped, output, saved)

@@ -580,3 +580,25 @@ def test_deferred_weight_gradients_see_recomputed_inputs():
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert surroundings.report.repeated == 0
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_recompute_finds_the_default_device_of_the_forward(early):
+    class Shifted(nn.Module):
+        def units(self):
+            return [
+                Unit("shifted", lambda x: x + torch.ones(3), ("x",)),
+                Unit("squared", lambda x: x * x, ("shifted",)),
+            ]
+
+    x = torch.arange(3.0).requires_grad_()
+    microbatch = MicrobatchUnits()
+    with torch.device("cpu"):
+        output = microbatch.call(Shifted(), x, drop(["shifted"], "P" if early else ON_DEMAND))
+    with torch.device("meta"):
+        if early:
+            microbatch.recompute()
+        with microbatch.backward():
+            output.backward(torch.ones(3, device="cpu"))
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 4.0, 6.0]
