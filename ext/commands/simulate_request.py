@@ -126,8 +126,8 @@ def _wrong_policy(request: Request) -> Iterator[str]:
     policy = request.recompute_policy
     if policy in ("lynx_heu", "lynx_opt"):
         yield (
-            f"--recompute-policy: '{policy}' decides about parts of layers from what it measures, this command knows "
-            f"whole ones. Known: {', '.join(POLICIES)}. See run_scripts/bench_solver.py --throughput for '{policy}'."
+            f"--recompute-policy: '{policy}' decides about parts of layers, these options are about whole ones. Known: "
+            f"{', '.join(POLICIES)}. Give a ds_config with '{policy}' by --config."
         )
     elif policy not in POLICIES and _is_planned("recompute.policy", policy):
         yield f"--recompute-policy: {_not_built(policy, POLICIES)}"
