@@ -167,7 +167,7 @@ _CPU = torch.device("cpu")
 
 
 class _Saved:
-    """Stands in the graph for a tensor; holds it from the re-run until backward takes it."""
+    """Stands in the graph for a tensor; holds it from the re-run until the graph lets go."""
 
     __slots__ = ("__weakref__", "region", "tensor")
 
@@ -179,9 +179,8 @@ class _Saved:
 def _take(saved: _Saved) -> Tensor:
     if saved.tensor is None:
         saved.region.rerun()
-    tensor, saved.tensor = saved.tensor, None
-    assert tensor is not None
-    return tensor
+    assert saved.tensor is not None
+    return saved.tensor
 
 
 def _same(tensor: Tensor) -> Tensor:
