@@ -48,7 +48,7 @@ def state_bytes(ds_config: dict[str, Any], data_parallel: int, optimizer: str | 
     if model == 4 and zero == 0:
         return StateBytes(parameter=4, gradient=4, optimizer=moments)
     if _is_on(ds_config, "bf16") and (zero == 0 or accumulated == 4):
-        return StateBytes(2, gradient=2 + accumulated, optimizer=4 + moments, shards=data_parallel)
+        return StateBytes(2, gradient=2 + accumulated, optimizer=4 + moments, shards=data_parallel, passing=2)
     if zero == 0:
         return StateBytes(2, gradient=2, optimizer=4 + moments)
     elements = (ds_config.get("zero_optimization") or {}).get("reduce_bucket_size", DEFAULT_BUCKET)

@@ -35,6 +35,7 @@ class StateBytes:
         gradient: of a trained parameter's gradient and, where they are apart, of its accumulator.
         optimizer: of a trained parameter's master copy and moments, over all ranks that share them.
         shards: ranks that share the optimizer's part: data-parallel ranks under ZeRO 1, else 1.
+        passing: the part of ``gradient`` that only the W of a split backward holds: it adds it to the accumulator.
         bucket: bytes per rank of the buffer in which gradients are reduced, where it lives through the backward.
     """
 
@@ -43,6 +44,7 @@ class StateBytes:
     optimizer: float
     shards: int = 1
     bucket: int = 0
+    passing: float = 0.0
 
     def of(self, trained: int, frozen: int = 0) -> States:
         """The states of a rank with so many parameters."""

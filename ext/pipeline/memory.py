@@ -6,10 +6,10 @@ only the few moments that can be the heaviest, whatever the sizes are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ext.pipeline.actions import Action, B, F, I, R, W
+from ext.pipeline.actions import Action, B, F, I, Kind, R, W
 from ext.pipeline.costs import StageCosts
 
 
@@ -45,15 +45,20 @@ class Load(NamedTuple):
         )
 
 
-def heaviest_loads(order: Iterable[Action]) -> tuple[Load, ...]:
+def heaviest_loads(order: Iterable[Action], within: Kind | None = None) -> tuple[Load, ...]:
     """The moments of a rank's order of which none holds less of everything than another.
 
     The order is that of a rank with one stage, which recomputes; with no R in it, every backward recomputes inside.
+    Only actions of the kind ``within`` count where one is given.
     """
+    moments = {load for kind, load in _loads(order) if within in (None, kind)}
+    return tuple(sorted(load for load in moments if not any(_covers(other, load) for other in moments)))
+
+
+def _loads(order: Iterable[Action]) -> Iterator[tuple[Kind, Load]]:
     actions = [action for action in order if action.kind.is_compute]
     early = {action.microbatch for action in actions if action.kind is R}
     kept = recomputed = waiting = 0
-    moments: set[Load] = set()
     for kind, microbatch in ((action.kind, action.microbatch) for action in actions):
         inline = kind in (B, I) and microbatch not in early
         if kind is F:
@@ -61,12 +66,11 @@ def heaviest_loads(order: Iterable[Action]) -> tuple[Load, ...]:
         elif kind is R:
             recomputed += 1
         working, splitting, growing = kind is B and inline, kind is I and inline, kind is I and not inline
-        moments.add(Load(kept, recomputed, int(working), waiting, int(splitting), int(growing)))
+        yield kind, Load(kept, recomputed, int(working), waiting, int(splitting), int(growing))
         if kind in (B, I):
             kept -= 1
             recomputed -= not inline
         waiting += (kind is I) - (kind is W)
-    return tuple(sorted(load for load in moments if not any(_covers(other, load) for other in moments)))
 
 
 def peak(loads: Iterable[Load], stage: StageCosts) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ext.cost.states import States
+from ext.pipeline.actions import B, W
 from ext.pipeline.costs import StageCosts
 from ext.pipeline.memory import heaviest_loads, in_flight, peak
 from ext.pipeline.plan import Plan
@@ -25,7 +26,7 @@ class StageMemory:
         in_flight: most micro-batches that hold activations at once.
         states: parameters, gradients, optimizer.
         activations: what autograd and the engine hold for the micro-batches in flight, at its peak, with the working
-            set of a recompute.
+            set of a recompute and gradients that a W holds while it runs.
         loss: the part of ``activations`` that the layers behind the last recomputable one hold: logits and loss.
         transient: most that a layer's forward or backward holds for a moment beside them.
         messages: received and sent tensors that wait; an upper bound.
@@ -79,17 +80,23 @@ def predict(
     """
     rows = []
     for index, stage in enumerate(profile.stages):
-        loads = heaviest_loads(plan.orders[plan.rank_of[index]])
+        order = plan.orders[plan.rank_of[index]]
+        loads = heaviest_loads(order)
         sizes = stage.costs(plan.recomputed_layers[index]) if costs is None else costs[index]
+        states, activations = profile.states(index), peak(loads, sizes)
+        passing, beside = profile.passing_gradients(index)
+        if passing and not any(action.kind is B for action in order):
+            states = replace(states, gradients=states.gradients - passing)
+            activations = max(activations, peak(heaviest_loads(order, within=W), sizes) + beside)
         rows.append(
             StageMemory(
                 stage=index,
                 layers=plan.layers_per_stage[index],
                 recomputed=plan.recomputed_layers[index],
                 in_flight=in_flight(loads),
-                states=profile.states(index),
-                activations=round(peak(loads, sizes)),
-                loss=in_flight(loads) * stage.loss_bytes,
+                states=states,
+                activations=round(activations),
+                loss=max(load.kept * stage.loss_bytes + load.waiting * stage.waiting_loss_bytes for load in loads),
                 transient=stage.transient,
                 messages=profile.messages(index),
                 budget=None if budgets is None else budgets[index],

@@ -77,6 +77,11 @@ class Schedule(ABC):
         """Whether a micro-batch's I and W stand apart."""
         return any(action.kind is W for rank in range(self.shape.num_ranks) for action in self.order(rank))
 
+    @property
+    def may_split_backward(self) -> bool:
+        """Whether I and W may stand apart in a plan that comes of this schedule."""
+        return self.splits_backward
+
     def early_recomputes(self, rank: int) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) whose R runs before its gradient arrives; all others recompute inside B."""
         return frozenset()

@@ -216,6 +216,18 @@ class Stage:
             now -= self._bytes(storage for storage in freed if not holders[storage])
         return max(most, now)
 
+    def most_in_weight_grads(self, gradient_bytes: float) -> float:
+        """Most bytes that a W holds, or an I leaves, beyond what waits, with gradients of so many bytes per number."""
+        now = most = at_once = 0.0
+        for layer, deferral in reversed([*zip(self.layers, self._deferrals, strict=True)]):
+            if not deferral.bytes:
+                at_once += gradient_bytes * layer.trained  # an embedding, say, has its gradient in I
+                continue
+            now += gradient_bytes * layer.trained
+            most = max(most, now)
+            now -= deferral.bytes
+        return max(most, at_once)
+
     def _left_apart(self, i: int, held: Storages) -> int:
         """Bytes that I leaves for the W of a layer beside what the forward holds for it."""
         return self._bytes(self._waiting[i] - held) + self._deferrals[i].bytes
@@ -243,6 +255,15 @@ class PipelineProfile:
     def states(self, stage: int) -> States:
         """Parameters, gradients and optimizer of a stage."""
         return self.state_bytes.of(*parameters_of(self.stages[stage].layers))
+
+    def passing_gradients(self, stage: int) -> tuple[int, int]:
+        """Bytes of gradients that are not there from the end of a W to the next I where all backwards are split.
+
+        Returns:
+            All of them, and the most that they add to what waits for W.
+        """
+        layers, each = self.stages[stage].layers, self.state_bytes.passing
+        return round(each * parameters_of(layers)[0]), round(self.stages[stage].most_in_weight_grads(each))
 
     def messages(self, stage: int) -> int:
         """Most bytes of tensors that wait to be taken or to leave, beside those of micro-batches in flight."""

@@ -59,9 +59,14 @@ class LiveBytes:
 
     def sample(self) -> None:
         """Bring the peak up to date with the tensors that are held."""
+        self.peak = max(self.peak, self.total)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all noted storages that are alive, and of the held ones."""
         held = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self._held()}
         beside = sum(size for key, size in held.items() if key not in self._alive and key not in self._ignored)
-        self.peak = max(self.peak, self.now + beside)
+        return self.now + beside
 
     @contextmanager
     def saved(self) -> Iterator[None]:

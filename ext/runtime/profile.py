@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ext.cost.profile import LayerProfile
 from ext.recompute.profile import profile_layer
 from ext.recompute.units import LayerCosts
+from ext.runtime.deferral import measure_deferral, tensors_of
 from ext.runtime.live_bytes import LiveBytes, storage_key
 
 NUM_TIMED = 2
@@ -66,6 +67,7 @@ class ProfiledLayer:
         constants: parameters and whatever else does not belong to the micro-batch; where None, the layer's own.
         synchronize: waits for the device.
         with_units: whether its units are measured, too, where it can be recomputed.
+        with_deferral: whether it is measured, too, what waits for W where the backward is split.
 
     Attributes:
         needs_grad: says of each input tensor whether its gradient is computed; where None, they say so themselves.
@@ -83,6 +85,7 @@ class ProfiledLayer:
         constants: Iterable[Tensor] | None = None,
         synchronize: Callable[[], None] = lambda: None,
         with_units: bool = False,
+        with_deferral: bool = False,
     ) -> None:
         self._layer = layer
         self._name = name
@@ -92,21 +95,27 @@ class ProfiledLayer:
         self._constants = None if constants is None else list(constants)
         self._synchronize = synchronize
         self._with_units = with_units and recomputable
+        self._with_deferral = with_deferral
         self.profile: LayerProfile | None = None
         self.unit_costs: LayerCosts | None = None
 
     def __call__(self, inputs: Any) -> Any:
-        flags = [t.requires_grad for t in _tensors(inputs)] if self.needs_grad is None else list(self.needs_grad())
+        flags = [t.requires_grad for t in tensors_of(inputs)] if self.needs_grad is None else list(self.needs_grad())
         constant = list(_constants_of(self._layer)) if self._constants is None else self._constants
         trained = [tensor for tensor in constant if tensor.requires_grad]
 
         def run() -> tuple[Any, list[Tensor]]:
             with torch.enable_grad():
                 fresh = _detached(inputs, flags)
-                return self._layer(fresh), _tensors(fresh)
+                return self._layer(fresh), tensors_of(fresh)
 
         storages = min((_StoragesOf(run, constant) for _ in range(NUM_COUNTED)), key=lambda found: found.transient)
         forward, input_grad, backward = self._times(run, trained)
+        deferral = None
+        if self._with_deferral:
+            ends = storages.inputs, storages.outputs
+            found = [measure_deferral(self._layer, inputs, flags, trained, constant, ends) for _ in range(NUM_COUNTED)]
+            deferral = min(found, key=lambda one: one.growth)
         parameters = [tensor for tensor in constant if isinstance(tensor, nn.Parameter)]
         self.profile = LayerProfile(
             name=self._name,
@@ -123,6 +132,7 @@ class ProfiledLayer:
             frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
             tied=self._tied,
             recomputable=self._recomputable,
+            deferral=deferral,
         )
         if self._with_units:
             self.unit_costs = profile_layer(self._layer, inputs, NUM_TIMED)
@@ -181,12 +191,12 @@ class _StoragesOf:
             with kept.saved():
                 outputs, inputs = run()
             self.inputs = self._number_all(inputs)
-            self.outputs = self._number_all(_tensors(outputs))
+            self.outputs = self._number_all(tensors_of(outputs))
             self.saved = tuple(self._number(key, size) for key, size in kept.storages.items())
             created = made.storages
             staying = sum(size for key, size in created.items() if key in self._position)
             most = made.peak
-            self.result = _detached(outputs, [tensor.requires_grad for tensor in _tensors(outputs)])
+            self.result = _detached(outputs, [tensor.requires_grad for tensor in tensors_of(outputs)])
             made.peak = made.now
             _backward(outputs, inputs)
             self.transient = max(most, made.peak) - staying
@@ -203,14 +213,10 @@ class _StoragesOf:
 
 def _backward(outputs: Any, wanted: Sequence[Tensor]) -> None:
     """Compute gradients of what is wanted and needs one, and forget them."""
-    roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    roots = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     wanted = [tensor for tensor in wanted if tensor.requires_grad]
     if roots and wanted:
         torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in (values if isinstance(values, tuple | list) else (values,)) if isinstance(value, Tensor)]
 
 
 def _detached(values: Any, needs_grad: Sequence[bool]) -> Any:

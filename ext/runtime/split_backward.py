@@ -72,12 +72,17 @@ class WeightGradQueue:
         finally:
             self._collecting = None
 
-    def release(self, stage: int, microbatch: int) -> None:
+    def release(self, stage: int, microbatch: int, after_each: Callable[[], object] = lambda: None) -> None:
         """Compute and accumulate what `deferring` left, one weight after another."""
         jobs = self._jobs.pop((stage, microbatch))
         for index, job in enumerate(jobs):
             jobs[index] = _nothing  # what the job holds goes as soon as it has run
             job()
+            after_each()
+
+    def anchor(self) -> Tensor:
+        """An input of an operation's node, which makes its output need a gradient where only the weight does."""
+        return torch.empty(0, requires_grad=True)
 
     def defer(self, job: Callable[[], None], grad: Tensor | None = None) -> None:
         """For the backward of an autograd Function: ``job`` runs in W, or now where nothing is deferred.
@@ -215,8 +220,7 @@ def _apply(queue: WeightGradQueue, call: _Call) -> Tensor:
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     elif x.dtype != weight.dtype:
         return operation.forward(x, weight, bias)  # raises as it would without us
-    anchor = torch.empty(0, requires_grad=True)
-    return _Deferrable.apply(call, queue, anchor, x, bias)  # type: ignore[return-value]
+    return _Deferrable.apply(call, queue, queue.anchor(), x, bias)  # type: ignore[return-value]
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -1,15 +1,18 @@
 """Profiles of real layers predict, to the byte, what micro-batches in flight hold on a stage."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
-from ext.pipeline.actions import Action, B, F, R
+from ext.pipeline.actions import Action, B, F, I, R, W
 from ext.pipeline.memory import heaviest_loads, peak
 from ext.pipeline.stage_model import Stage
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions
 from ext.runtime.live_bytes import LiveBytes
 from ext.runtime.profile import ProfiledLayer
+from ext.runtime.split_backward import WeightGradQueue
 
 BATCH = 6
 
@@ -64,7 +67,7 @@ def _input(name, index):
 
 def _profiles(name, layers):
     x = _input(name, 0)
-    profiled = [ProfiledLayer(layer, type(layer).__name__, recomputable=True) for layer in layers]
+    profiled = [ProfiledLayer(layer, type(layer).__name__, recomputable=True, with_deferral=True) for layer in layers]
     with torch.no_grad():
         for layer in profiled:
             x = layer(x)
@@ -77,6 +80,8 @@ def _measured(name, layers, dropped, order):
     held = {}
     counter = LiveBytes(constant, held=lambda: [t for tensors in held.values() for t in tensors])
     outputs, regions = {}, {}
+    splits = {microbatch for kind, microbatch in order if kind is I}
+    queue = WeightGradQueue(len(splits), counter.note)
     for kind, microbatch in order:
         if kind is F:
             given = _input(name, microbatch)
@@ -86,6 +91,7 @@ def _measured(name, layers, dropped, order):
             regions[microbatch] = MicrobatchRegions(around_reruns=counter.reruns)
             with counter.saved():
                 for index, layer in enumerate(layers):
+                    layer = queue.intercepting(layer) if microbatch in splits else layer
                     x = (DroppedLayer(layer, regions[microbatch]) if index in dropped else layer)(x)
             outputs[microbatch] = x
             held["out", microbatch] = list(x) if isinstance(x, tuple) else [x]
@@ -93,10 +99,15 @@ def _measured(name, layers, dropped, order):
             counter.sample()
         elif kind is R:
             regions[microbatch].recompute()
+        elif kind is W:
+            queue.release(0, microbatch)
         else:
             x = outputs.pop(microbatch)
-            with regions.pop(microbatch).backward():
-                (x[0] if isinstance(x, tuple) else x).sum().backward()
+            splitting = queue.deferring(0, microbatch) if kind is I else nullcontext()
+            with splitting, regions.pop(microbatch).backward():
+                root = x[0] if isinstance(x, tuple) else x
+                root.backward(torch.ones_like(root))  # as large as the gradient that another stage sends
+                del root
             del x, held["in", microbatch], held["out", microbatch]
     return counter.peak
 
@@ -105,6 +116,11 @@ ORDERS = {
     "one": [(F, 0), (B, 0)],
     "one_early": [(F, 0), (R, 0), (B, 0)],
     "three_in_flight": [(F, 0), (F, 1), (F, 2), (B, 0), (B, 1), (B, 2)],
+    "split": [(F, 0), (I, 0), (W, 0)],
+    "split_early": [(F, 0), (R, 0), (I, 0), (W, 0)],
+    "split_in_flight": [(F, 0), (F, 1), (I, 0), (F, 2), (I, 1), (W, 0), (I, 2), (W, 1), (W, 2)],
+    "split_at_the_end": [(F, 0), (I, 0), (F, 1), (I, 1), (F, 2), (R, 2), (I, 2), (W, 0), (W, 1), (W, 2)],
+    "split_and_whole": [(F, 0), (F, 1), (R, 1), (I, 0), (B, 1), (W, 0)],
     "mixed": [(F, 0), (F, 1), (R, 0), (B, 0), (F, 2), (B, 1), (R, 2), (B, 2)],
 }
 

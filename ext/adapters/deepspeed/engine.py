@@ -282,13 +282,14 @@ class PlanPipelineEngine(PipelineEngine):
         layers = self._splittable(self.module.forward_funcs, stage, microbatch)
         with self._weight_grads.deferring(stage, microbatch), layers_replaced(self.module, layers):
             self._exec_plan_backward(stage, microbatch)
+        self.memory.count_passing_gradients()
 
     def _exec_plan_weight_grad(self, stage: int, microbatch: int) -> None:
         # As around the host's own backward: its hooks take gradients that come at any other time for a mistake.
         self._running_engine_backward = True
         try:
             with self._accumulating_in_high_precision():
-                self._weight_grads.release(stage, microbatch)
+                self._weight_grads.release(stage, microbatch, self.memory.count_passing_gradients)
         finally:
             self._running_engine_backward = False
 

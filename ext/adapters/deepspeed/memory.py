@@ -64,7 +64,7 @@ class MemoryWatch:
         self._on_cpu = self._device.device_name() == "cpu"
         self._was_counted = False
         self._counter: LiveBytes | None = None
-        self._states = 0
+        self._most = 0
         self.profile: PipelineProfile | None = None
         self.units: UnitCostsOfStages | None = None
         self.rows: list[StageMemory] = []
@@ -114,7 +114,11 @@ class MemoryWatch:
         replayed = ReplayedIterator(microbatches)
         kept, engine.data_iterator = engine.data_iterator, replayed
         try:
-            measured = profile_stages(engine, with_units=measures_units(engine.ext_config))
+            measured = profile_stages(
+                engine,
+                with_units=measures_units(engine.ext_config),
+                with_deferral=engine.resolution.schedule.may_split_backward,
+            )
         finally:
             engine.data_iterator = kept
         layers = measured.layers
@@ -174,8 +178,16 @@ class MemoryWatch:
     def count_states(self) -> None:
         """Between the last backward and the optimizer's step, when all gradients are there."""
         if self._counter is not None:
-            moments = storage_bytes(optimizer_tensors(self._engine))
-            self._states = storage_bytes(state_tensors(self._engine)) - moments
+            self._most = max(self._most, self._counter.peak + self._states_now())
+
+    def count_passing_gradients(self) -> None:
+        """In a split backward, where gradients may be there that will have gone by the end of W."""
+        if self._counter is not None and self._engine.using_bf16_optimizer:
+            self._most = max(self._most, self._counter.total + self._states_now())
+
+    def _states_now(self) -> int:
+        """Bytes of all states but what the optimizer makes in its first step."""
+        return storage_bytes(state_tensors(self._engine)) - storage_bytes(optimizer_tensors(self._engine))
 
     def _buffers(self) -> Iterator[Tensor]:
         """What the engine itself holds for the micro-batches in flight; the loss takes the last outputs at once."""
@@ -194,7 +206,7 @@ class MemoryWatch:
         """
         if self._counter is None:
             return
-        live = self._counter.peak + self._states + storage_bytes(optimizer_tensors(self._engine))
+        live = self._most + storage_bytes(optimizer_tensors(self._engine))
         self._counter = None
         mine = self._engine.stage_id, live, None if self._on_cpu else self._device.max_memory_allocated()
         pipeline: list[Any] = [None] * self._engine.num_stages

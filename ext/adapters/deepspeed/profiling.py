@@ -35,7 +35,7 @@ class Profiles:
     units: list[tuple[LayerCosts | None, ...]] | None = None
 
 
-def profile_stages(engine: Any, *, with_units: bool = False) -> Profiles:
+def profile_stages(engine: Any, *, with_units: bool = False, with_deferral: bool = False) -> Profiles:
     """Profile the layers of every stage on the next micro-batch of the engine's iterator.
 
     Each stage measures its layers while the host's forward runs through them, one stage after another; nothing is
@@ -45,10 +45,11 @@ def profile_stages(engine: Any, *, with_units: bool = False) -> Profiles:
     Args:
         engine: of this rank.
         with_units: whether the units of layers are measured, too.
+        with_deferral: whether it is measured, too, what waits for W where the backward is split.
     """
-    layers = _profiled_layers(engine, with_units)
+    layers = _profiled_layers(engine, with_units=with_units, with_deferral=with_deferral)
     if engine.is_last_stage() and engine.module.loss_fn is not None:
-        layers.append(_profiled_loss(engine))
+        layers.append(_profiled_loss(engine, with_deferral=with_deferral))
     with _untouched(engine), torch.no_grad(), layers_replaced(engine.module, layers):
         engine._exec_schedule(engine._inference_schedule(1))
     group = engine.grid.get_pipe_parallel_group()
@@ -74,7 +75,7 @@ def count_trained(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _profiled_layers(engine: Any, with_units: bool) -> list[ProfiledLayer]:
+def _profiled_layers(engine: Any, **measured: Any) -> list[ProfiledLayer]:
     module = engine.module
     inventory = LayerInventory.of(module)
     first = module._local_start
@@ -85,7 +86,7 @@ def _profiled_layers(engine: Any, with_units: bool) -> list[ProfiledLayer]:
             recomputable=inventory.recomputable[first + position],
             tied=tied,
             synchronize=_device().synchronize,
-            with_units=with_units,
+            **measured,
         )
         for position, (layer, tied) in enumerate(zip(module.forward_funcs, tied_parameters(module), strict=True))
     ]
@@ -94,10 +95,10 @@ def _profiled_layers(engine: Any, with_units: bool) -> list[ProfiledLayer]:
     return layers
 
 
-def _profiled_loss(engine: Any) -> ProfiledLayer:
+def _profiled_loss(engine: Any, **measured: Any) -> ProfiledLayer:
     """The loss as one more layer; the labels that it keeps for its backward count with it."""
     loss = partial(_loss_of, engine.module.loss_fn, lambda: engine.pipe_buffers["labels"][0])
-    return ProfiledLayer(loss, LOSS, recomputable=False, synchronize=_device().synchronize)
+    return ProfiledLayer(loss, LOSS, recomputable=False, synchronize=_device().synchronize, **measured)
 
 
 def _loss_of(loss_fn: Any, labels: Callable[[], Any], outputs: Any) -> Any:

@@ -28,3 +28,7 @@ class Auto(OneFOneB):
     config: Config
     recomputes_by_default = True
     has_rule = False
+
+    @property
+    def may_split_backward(self) -> bool:
+        return True
