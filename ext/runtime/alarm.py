@@ -23,6 +23,8 @@ from ext.core.errors import CommunicationError, ExtError
 
 EXIT_ALARM = 71
 PAUSE_S = 0.5
+ASKED_PER_S = 1000
+"""How often all ranks together ask the store; the more they are, the longer each of them pauses."""
 TELL_S = 1.5
 """A rank that has not stopped by itself for so long after it heard the alarm says why."""
 GRACE_S = 5.0
@@ -41,6 +43,7 @@ class Alarm:
         self._end = end
         self._heard = ""
         self._numbers = itertools.count()  # tells one alarm from the next
+        self._pause = max(PAUSE_S, dist.get_world_size() / ASKED_PER_S)
         store: Any = dist.distributed_c10d._get_default_store()
         # A connection of its own, where torch gives one: on a shared one it waits behind collectives that start.
         self._store = store.clone() if hasattr(store, "clone") else store
@@ -64,7 +67,7 @@ class Alarm:
 
     def hold_back(self) -> None:
         """Before a rank that rang ends: its launcher ends the others at once, who have to say why first."""
-        time.sleep(PAUSE_S + TELL_S + PAUSE_S)
+        time.sleep(self._pause + TELL_S + self._pause)
 
     def settle(self) -> None:
         """All ranks have come together over the error."""
@@ -90,7 +93,7 @@ class Alarm:
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the rank that holds the store is gone: the run is over
-            while not self._is_over.wait(PAUSE_S):
+            while not self._is_over.wait(self._pause):
                 self._heard = heard = self._read()
                 if heard and self._stands(heard, TELL_S):
                     self._tell(heard)
@@ -105,7 +108,7 @@ class Alarm:
         """Whether nobody settled this alarm for so long; a store that is gone tells nothing, so it stands."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self._is_over.wait(PAUSE_S):
+            if self._is_over.wait(self._pause):
                 return False
             with contextlib.suppress(RuntimeError):
                 if self._read() != heard:
@@ -115,7 +118,7 @@ class Alarm:
     def _finish(self) -> None:
         """Before the interpreter ends: a thread that it ends inside the store would abort the process."""
         self._is_over.set()
-        self._thread.join(timeout=2 * PAUSE_S)
+        self._thread.join(timeout=2 * self._pause)
 
     def _tell(self, heard: str) -> None:
         kind, rank, _, text = heard.split(":", 3)
