@@ -582,6 +582,33 @@ def test_deferred_weight_gradients_see_recomputed_inputs():
     assert surroundings.report.repeated == 0
 
 
+def test_what_waits_for_w_does_not_depend_on_what_is_recomputed():
+    """Inputs of the weights' operations and gradients of their outputs; all else goes in I, recomputed or kept."""
+    waiting, after_forward = set(), set()
+    for table in (NOTHING, drop(UNITS, "P"), drop(UNITS), drop(["ln1", "gelu", "fc1"])):
+        layers = [block(0), block(1)]
+        counter = LiveBytes(parameter for layer in layers for parameter in layer.parameters())
+        queue = WeightGradQueue(limit=1, note=counter.note)
+        at = Surroundings(around=queue.interception, note=counter.note)
+        microbatch = MicrobatchUnits(at)
+        torch.manual_seed(0)
+        x = torch.randn(2, SEQ, HIDDEN).requires_grad_()
+        for layer in layers:
+            x = microbatch.call(layer, x, table)
+        after_forward.add(counter.now)
+        microbatch.recompute()
+        with microbatch.backward(), queue.deferring(0, 0):
+            x.square().mean().backward()
+        del x, microbatch
+        assert at.reserve.live == 0
+        waiting.add(counter.now)
+        queue.release(0, 0)
+        assert counter.now == 0
+    assert len(after_forward) == 3
+    (left,) = waiting
+    assert left > 0
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_recompute_finds_the_default_device_of_the_forward(early):
     class Shifted(nn.Module):
