@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ext.cost.hardware import Device
-from ext.cost.profile import LayerProfile
+from ext.cost.profile import Deferral, LayerProfile
 from ext.cost.transformer import TransformerShape
 
 FP32 = 4
@@ -55,6 +55,7 @@ def gpt_profile(
         trained=words + shape.seq_length * h,
         tied=tie,
         recomputable=False,
+        deferral=Deferral((), 0),
     )
     time = device.compute_time(shape.head_flops(micro_batch) / t)
     logits = tokens * shape.vocab_size // t
@@ -72,6 +73,8 @@ def gpt_profile(
         trained=words + 2 * h,
         tied=tie,
         recomputable=False,
+        # The normed input and the gradient of the logits, which takes the place of the log-probabilities.
+        deferral=Deferral((), vector + logits * e),
     )
     return [embedding, *(block for _ in range(shape.num_layers)), head]
 
@@ -85,7 +88,8 @@ def _block(
     wide = tokens * shape.ffn_size * e
     scores = micro_batch * shape.num_heads * shape.seq_length**2
     # Whole on every rank: both norms' inputs and outputs, of which the first input is the layer's, and two masks.
-    whole = 3 * vector + (2 * tokens * h if dropout else 0)
+    mask = tokens * h if dropout else 0
+    whole = 3 * vector + 2 * mask
     # Shared by the ranks: query, key, value and what attention gives; what GELU takes and gives.
     shared = 4 * vector + 2 * wide
     if not flash:
@@ -105,4 +109,7 @@ def _block(
         saved=(0, 1),
         transient=2 * wide // t + vector,
         trained=(shape.layer_parameters - 6 * h) // t + 6 * h,
+        # Inputs of four products: two normed ones, what attention and GELU give; and the gradients of their outputs.
+        # The last product's is there before anything but a mask has gone.
+        deferral=Deferral((), 4 * vector + (4 * vector + 2 * wide) // t, growth=vector - mask),
     )

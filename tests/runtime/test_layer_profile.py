@@ -6,6 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from ext.cost.gpt import gpt_profile
+from ext.cost.hardware import DEVICES
+from ext.cost.profile import Deferral
+from ext.cost.transformer import TransformerShape
 from ext.pipeline.actions import Action, B, F, I, R, W
 from ext.pipeline.memory import heaviest_loads, peak
 from ext.pipeline.stage_model import Stage
@@ -13,6 +17,7 @@ from ext.recompute.regions import DroppedLayer, MicrobatchRegions
 from ext.runtime.live_bytes import LiveBytes
 from ext.runtime.profile import ProfiledLayer
 from ext.runtime.split_backward import WeightGradQueue
+from ext.testing.tiny_gpt import HIDDEN, SEQ, VOCAB, TinyBlock, TinyHead
 
 BATCH = 6
 
@@ -207,3 +212,25 @@ def test_a_frozen_layer_behind_no_gradient_has_no_backward():
         outputs = profiled(torch.randn(4, 8))
     assert not outputs.requires_grad
     assert profiled.profile.saved == ()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_formulas_of_a_gpt_defer_what_a_real_one_does(dropout):
+    """Attention on CPU keeps a little besides, and masks of dropout are as wide as what they mask."""
+    shape = TransformerShape(
+        hidden_size=HIDDEN, num_heads=4, num_layers=1, seq_length=SEQ, vocab_size=VOCAB, bytes_per_element=4
+    )
+    embedding, block, head = gpt_profile(shape, 2, DEVICES["a100-80gb"], dropout=dropout > 0)
+    vector = 2 * SEQ * HIDDEN * 4
+    x = torch.randn(2, SEQ, HIDDEN, requires_grad=True)
+    head_layer = nn.Sequential(nn.LayerNorm(HIDDEN), TinyHead(0))
+    for layer, formula in ((TinyBlock(0, dropout), block), (head_layer, head)):
+        profiled = ProfiledLayer(layer, "layer", recomputable=True, with_deferral=True)
+        with torch.no_grad():
+            profiled(x)
+        found = profiled.profile.deferral
+        assert found.bytes == formula.deferral.bytes
+        assert found.waiting == formula.deferral.waiting == ()
+        if layer is not head_layer:  # without the loss, whose log-probabilities would make room
+            assert abs(found.growth - formula.deferral.growth) <= vector, (found, formula.deferral)
+    assert embedding.deferral == Deferral((), 0)
