@@ -172,24 +172,32 @@ class _Pipeline:
         budget, moments = self.budgets[stage], self._moments(stage)
         if not any(held.waiting for held in moments):
             return self._solve_for(stage, moments[0], budget, solve)
-        # The backward is split: which moment is the heaviest depends on the tables, and is known of tables only.
-        found: list[StageTables] = []
+        # The backward is split: which moment is the heaviest depends on the tables. HEU is quick enough to try.
+        from ext.recompute.heu import solve_heu  # reading a configuration must not import scipy
+
+        found: list[tuple[StageTables, _Held, int]] = []
         needs: list[int] = []
         for held in moments:
             given = budget
             for _ in range(_TRIALS):
-                tables = self._solve_for(stage, held, given, solve)
+                tables = self._solve_for(stage, held, given, solve_heu)
                 if isinstance(tables, int):
                     given = tables
                     continue
                 needs.append(self.needed(stage, tables))
                 if needs[-1] <= budget:
-                    found.append(tables)
+                    found.append((tables, held, given))
                     break
                 if given > budget:  # the least of this moment, which is too much for another one
                     break
                 given -= needs[-1] - budget
-        return min(found, key=lambda tables: tables.exposed) if found else min(needs)
+        if not found:
+            return min(needs)
+        tables, held, given = min(found, key=lambda entry: entry[0].exposed)
+        others = self._solve_for(stage, held, given, solve)
+        if isinstance(others, int) or others.exposed > tables.exposed or self.needed(stage, others) > budget:
+            return tables
+        return others
 
     def _moments(self, stage: int) -> list[_Held]:
         """What the stage may hold at its heaviest, most micro-batches in flight first; one where no backward splits."""
