@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ext.core.errors import CommunicationError, DataError
 from ext.pipeline.passes import MAX_UNFINISHED_SENDS
-from ext.runtime.messages import HEADER_LENGTH, Message, MessageSpec, Specs, TensorSpec, as_tuple, decode, encode
+from ext.runtime import messages
+from ext.runtime.messages import Message, MessageSpec, Specs, TensorSpec, as_bytes, as_tuple
 from ext.runtime.pairs import open_pair
 
 __all__ = ["Channel", "Links", "Message", "Receiver", "Sender", "TensorSpec", "as_tuple"]
@@ -32,16 +33,25 @@ class Channel:
         group: communicator of the two, used by this direction only.
         device: where received tensors are allocated.
         name: what errors call the channel.
+        dynamic: whether shapes may differ between the messages of a step.
     """
 
-    def __init__(self, peer: int, group: Any, device: torch.device, name: str) -> None:
+    def __init__(self, peer: int, group: Any, device: torch.device, name: str, dynamic: bool) -> None:
         self._peer = peer
         self.name = name
         self._group = group
         self._device = device
+        self._dynamic = dynamic
+        self._spec: MessageSpec | None = None
+        self._expected: MessageSpec | None = None
+
+    def reset_shapes(self) -> None:
+        """The next message tells its shapes again; both ends must do this."""
+        self._expected = None if self._dynamic else self._spec
+        self._spec = None
 
     def _isend(self, tensor: Tensor) -> tuple[Any, Tensor] | None:
-        wire = _bytes_of(tensor.detach().contiguous())
+        wire = as_bytes(tensor.detach().contiguous())
         if not wire.numel():
             return None
         try:  # no frame of an error may hold the group, which closes its sockets when it goes
@@ -50,7 +60,7 @@ class Channel:
             self._lost_peer(error)
 
     def _irecv(self, tensor: Tensor) -> Any | None:
-        wire = _bytes_of(tensor)
+        wire = as_bytes(tensor)
         if not wire.numel():
             return None
         try:
@@ -83,10 +93,7 @@ class Sender(Channel):
     """
 
     def __init__(self, peer: int, group: Any, device: torch.device, name: str, dynamic: bool) -> None:
-        super().__init__(peer, group, device, name)
-        self._dynamic = dynamic
-        self._spec: MessageSpec | None = None
-        self._expected: MessageSpec | None = None
+        super().__init__(peer, group, device, name, dynamic)
         self._unfinished: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, message: Message, microbatch: int) -> None:
@@ -97,7 +104,7 @@ class Sender(Channel):
         """
         spec = MessageSpec.of(message)
         if self._spec is None or self._dynamic:
-            self._start(encode(spec, self._device, self.name))
+            self._start(messages.encode(spec, self._device, self.name))
             if self._expected is not None and not self._expected.is_like(spec):
                 for expected in self._expected.tensors:
                     self._start(expected.empty(self._device))
@@ -121,11 +128,6 @@ class Sender(Channel):
         """Wait until all that was sent has left."""
         while self._unfinished:
             self._finish_one()
-
-    def reset_shapes(self) -> None:
-        """The next message tells its shapes again; the receiving end must do the same."""
-        self._expected = None if self._dynamic else self._spec
-        self._spec = None
 
     def close(self) -> None:
         self._unfinished.clear()
@@ -156,10 +158,7 @@ class Receiver(Channel):
     """The receiving end; see `Sender`."""
 
     def __init__(self, peer: int, group: Any, device: torch.device, name: str, dynamic: bool) -> None:
-        super().__init__(peer, group, device, name)
-        self._dynamic = dynamic
-        self._spec: MessageSpec | None = None
-        self._expected: MessageSpec | None = None
+        super().__init__(peer, group, device, name, dynamic)
         self._posted: deque[_Receive] = deque()
 
     def post(self, microbatch: int, specs: Specs | None = None) -> None:
@@ -182,7 +181,7 @@ class Receiver(Channel):
             work, header = receive.header
             self._wait(work)
             receive.header = None
-            receive.spec = self._spec = decode(header)
+            receive.spec = self._spec = messages.decode(header)
             if self._expected is not None and not self._expected.is_like(self._spec):
                 self._wait_all(receive)
                 receive.tensors = None
@@ -195,11 +194,6 @@ class Receiver(Channel):
         for tensor, spec in zip(receive.tensors, receive.spec.tensors, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         return receive.tensors if receive.spec.is_tuple else receive.tensors[0]
-
-    def reset_shapes(self) -> None:
-        """The next message tells its shapes again; the sending end must do the same."""
-        self._expected = None if self._dynamic else self._spec
-        self._spec = None
 
     def close(self) -> None:
         self._posted.clear()
@@ -215,7 +209,7 @@ class Receiver(Channel):
             if receive.spec is None and not self._dynamic:
                 receive.spec = self._spec
             if receive.spec is None:
-                header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
+                header = torch.empty(messages.HEADER_LENGTH, dtype=torch.int64, device=self._device)
                 work = self._irecv(header)
                 assert work is not None
                 receive.header = (work, header)
@@ -303,15 +297,6 @@ class Links:
 
     def close(self) -> None:
         """Leave all groups: neighbours that wait for this rank get an error."""
-        for channel in (
-            *self._forward.values(),
-            *self._backward.values(),
-            *self._inputs.values(),
-            *self._output_grads.values(),
-        ):
-            channel.close()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The storage as bytes: backends differ in the types they can send, all of them send bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+        for channels in (self._forward, self._backward, self._inputs, self._output_grads):
+            for channel in channels.values():
+                channel.close()

@@ -63,6 +63,11 @@ def as_tuple(message: Message) -> tuple[Tensor, ...]:
     return message if isinstance(message, tuple) else (message,)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements: backends differ in the types they can send, all of them send bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def encode(spec: MessageSpec, device: torch.device, name: str) -> Tensor:
     """The header of a message, int64 of ``(HEADER_LENGTH,)``.
 
