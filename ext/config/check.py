@@ -12,11 +12,14 @@ from ext.config.model import ExtConfig, read_block, stray_keys
 from ext.config.problems import Problem, shown
 from ext.config.source import UnreadableConfig, read_ds_config
 from ext.config.sub_pipeline import sub_pipeline_problems
-from ext.core.errors import ExtError
+from ext.core.errors import ConfigError, ExtError
 from ext.pipeline.plan import PipelineShape
+from ext.pipeline.plan_file import read_content, read_plan
 from ext.pipeline.schedule import SCHEDULES
+from ext.pipeline.schedules.plan_file import PlanFile
 from ext.recompute.lynx import UnitPolicy
 from ext.recompute.policy import POLICIES
+from ext.recompute.tables_file import read_tables
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def check_config(
         problems += _microbatches(ext_config, batch.completed(launch.data_parallel), launch)
         problems += _lists(ext_config, launch)
         problems += unit_policy_problems(ext_config)
+        problems += _unit_tables(ext_config)
         problems += sub_pipeline_problems(ext_config, batch.completed(launch.data_parallel).micro)
     return problems
 
@@ -200,6 +204,24 @@ def _microbatches(config: ExtConfig, batch: Batch, launch: Launch) -> Iterator[P
         schedule(options, shape=PipelineShape(stages or 2, batch.gas))
     except (ExtError, ValueError) as error:
         yield Problem("ext.pipeline.schedule", str(error))
+
+
+def _unit_tables(config: ExtConfig) -> Iterator[Problem]:
+    """What is wrong with the unit tables of a plan's file that is right otherwise."""
+    options = None if config.pipeline is None else config.pipeline.schedule
+    if not isinstance(options, PlanFile.Config):
+        return
+    try:
+        plan = read_plan(options.path)
+    except ConfigError:
+        return  # the schedule tells of it
+    if not plan.unit_tables:
+        return
+    try:
+        schedule = PlanFile(options, shape=PipelineShape(plan.num_ranks, plan.num_microbatches))
+        read_tables(read_content(options.path), plan, schedule, None)
+    except ConfigError as error:
+        yield from (Problem("ext.pipeline.schedule", f"{options.path}: {problem}") for problem in error.problems)
 
 
 def unit_policy_problems(config: ExtConfig) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """What can be known before launch: batch arithmetic, micro-batches, layouts, lists, ZeRO; no stock key is flagged."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -271,6 +272,19 @@ def test_what_goes_with_a_unit_policy():
     for overlap in ({}, {"overlap": False}):
         block = {"pipeline": {"schedule": "auto"}, "recompute": {"policy": "lynx_opt", **overlap}}
         assert check({"ext": block}) == []
+
+
+def test_unit_tables_of_a_plan_file_are_looked_at_before_launch(tmp_path):
+    path = tmp_path / "plan.json"
+    orders = {"0": "0F0 0B0", "1": "1F0 1B0"}
+    counts = {"rank_of": [0, 1], "layers_per_stage": [1, 1], "recomputed_layers": [0, 0]}
+    plan = {"format": 1, "num_microbatches": 1, **counts, "orders": orders}
+    block = {"pipeline": {"schedule": {"type": "plan_file", "path": str(path)}}}
+    path.write_text(json.dumps(plan))
+    assert check({"ext": block}) == []
+    path.write_text(json.dumps({**plan, "unit_tables": [[{}], [{"norm": "C"}]]}))
+    (problem,) = check({"ext": block})
+    assert problem.startswith(f"ext.pipeline.schedule: {path}: units: no costs can be read for the unit tables")
 
 
 def test_everything_at_once(everything_built):
