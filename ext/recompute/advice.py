@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from ext.core.errors import InfeasibleError
 from ext.cost.profile import LOSS
+from ext.pipeline.costs import SplitMemory
 from ext.pipeline.memory_table import amount
 from ext.pipeline.partition import recompute_aware
 from ext.pipeline.schedule import SCHEDULES, Schedule
@@ -91,6 +92,7 @@ def _smaller(model: StageModel, profile: PipelineProfile, stage: int, share: int
             dropped=cost.dropped / share,
             stash=cost.stash / share,
             working_set=cost.working_set / share,
+            split=None if cost.split is None else SplitMemory(*(size / share for size in astuple(cost.split))),
         )
         for cost in model.costs
     )

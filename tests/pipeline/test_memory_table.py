@@ -1,5 +1,7 @@
 """The table of memory per stage shows what every stage holds, and which one is the heaviest."""
 
+from dataclasses import replace
+
 import pytest
 
 from ext.cost.gpt import gpt_profile
@@ -72,3 +74,40 @@ def test_amounts_read_well():
     assert amount(1.5 * GIB) == "1.500 GiB"
     assert amount(3 * 2**20) == "3.000 MiB"
     assert amount(512) == "0.500 KiB"
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "1f1b"])
+def test_gradients_that_w_adds_to_others_are_there_only_in_w(name):
+    """One block per stage on two stages of two ranks: what W holds is counted with what waits, where no B keeps it."""
+    block = gpt_profile(SHAPE, 1, DEVICES["a100-40gb"])[1]
+    stages = tuple(Stage([block], is_last=last) for last in (False, True))
+    schedule = SCHEDULES.get(name)(shape=PipelineShape(2, 4))
+    plan = build_plan(schedule, layers_per_stage=[1, 1], recomputed_layers=[0, 0])
+    found = {
+        passing: predict(plan, PipelineProfile(stages, replace(MIXED_ADAM, passing=passing)))[0]
+        for passing in (0, 2, 4)
+    }
+    if name == "1f1b":
+        assert found[0] == found[2] == found[4]
+        return
+    numbers, vector = block.trained, 2 * 1024 * 1024
+    waiting, whole = block.deferral.bytes, 34 * 1024 * 1024 + 2 * vector
+    assert found[0].activations == 2 * whole + block.deferral.growth
+    assert whole + waiting < found[0].activations
+    for passing in (2, 4):
+        assert found[passing].states.gradients == (4 - passing) * numbers
+        in_w = whole + waiting + passing * numbers
+        assert found[passing].activations == max(found[0].activations, in_w)
+    assert found[4].activations > found[0].activations
+
+
+def test_the_loss_of_micro_batches_that_wait_for_w_is_what_w_needs_of_it():
+    layers = gpt_profile(SHAPE, 1, DEVICES["a100-40gb"])
+    stages = (Stage(layers[:5], is_last=False), Stage(layers[5:], is_last=True))
+    plan = build_plan(
+        SCHEDULES.get("zb_h1")(shape=PipelineShape(2, 4)), layers_per_stage=[5, 21], recomputed_layers=[0, 0]
+    )
+    logits, vector = 1024 * 50304, 2 * 1024 * 1024
+    row = predict(plan, PipelineProfile(stages, MIXED_ADAM))[1]
+    assert row.loss == (2 * vector + 4 * logits) + (vector + 2 * logits)
+    assert row.loss < row.activations

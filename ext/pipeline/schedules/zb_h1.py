@@ -13,8 +13,8 @@ class ZeroBubbleH1(Schedule):
     """1F1B's order with B split into I and W (ZB-H1 of arXiv:2401.10241).
 
     On rank r the W of a micro-batch runs r input gradients later, the rest at the end. Bubble: (p-1)(F+I-W) where W
-    is no longer than F and I. Peak on every rank: min(p, m) micro-batches, because a deferred W keeps what its
-    micro-batch holds; with recomputation it keeps all activations of the stage.
+    is no longer than F and I. Peak on every rank: min(p, m) micro-batches, because a deferred W keeps inputs of the
+    weights' products and gradients of their outputs, about as much as a forward without recomputation.
     """
 
     class Config(ScheduleConfig):
