@@ -61,10 +61,10 @@ class MicrobatchRegions:
 
         Each layer's inputs are freed as soon as the backward is through it.
         """
-        self.forget_triggers()
+        self.forget()
         yield
 
-    def forget_triggers(self) -> None:
+    def forget(self) -> None:
         """Nothing will be re-run early any more. What waits for that holds on to its layer's inputs."""
         self._regions.clear()
 

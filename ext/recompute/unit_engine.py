@@ -130,7 +130,7 @@ class MicrobatchUnits:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Every backward over these layers runs inside."""
-        self._late.forget_triggers()
+        self._late.forget()
         with self._early.backward():  # the regions that were not re-run early need no group of their own
             yield
 
