@@ -10,6 +10,7 @@ from ext.pipeline.costs import SplitMemory, StageCosts
 from ext.pipeline.memory import heaviest_loads
 from ext.pipeline.stage_model import Stage
 from ext.recompute.stage_tables import StageTables, seconds, size, working_set
+from ext.recompute.table import KEEP, UNUSED
 from ext.recompute.units import UnitCosts
 from ext.recompute.windows import BEFORE_BACKWARD, IN_BACKWARD, ON_DEMAND, UNDER_FORWARD, WAIT
 
@@ -48,14 +49,15 @@ def _split(stage: Stage, tables: StageTables, costs: StageCosts) -> SplitMemory:
     """What I and W hold: W needs the same whether it was kept or brought back, and I frees the rest.
 
     An I holds at most all that ever comes back, or, as it goes from layer to layer, the larger of what it finds and
-    what it leaves, and what one layer brings back meanwhile.
+    what it leaves, and what one layer brings back meanwhile. What recomputes of a layer have read stays until I is
+    done with that layer, while its W's gradients come.
     """
     whole = stage.costs(0)
-    split = whole.split_memory
-    everything = whole.activations + tables.read_again + _temporary(tables.recomputed()) + split.growth
+    split, read = whole.split_memory, _read_by_recomputes(tables)
+    everything = whole.activations + tables.read_again + _temporary(tables.recomputed()) + split.growth + read
 
     def beyond(found: float, layer: float) -> float:
-        by_layer = max(found, split.waiting) + layer + stage.most_growth
+        by_layer = max(found, split.waiting) + layer + stage.most_growth + read
         return max(found, split.waiting, min(everything, by_layer)) - found
 
     kept = forward_bytes(costs)
@@ -81,6 +83,18 @@ def reserve_bytes(order: Iterable[Action], costs: StageCosts, room: float) -> in
     loads = heaviest_loads(order)
     kept = max(load.kept * forward_bytes(costs) + load.waiting * costs.split_memory.waiting for load in loads)
     return round(max(room - kept, max(load.recomputed for load in loads) * costs.dropped))
+
+
+def _read_by_recomputes(tables: StageTables) -> int:
+    """Most bytes of one layer that it keeps and that its recomputes read."""
+    most = 0
+    for part in tables.parts:
+        for table in part.solution.tables:
+            recomputed = [unit for unit in part.problem.layer.units if table[unit.name] not in (KEEP, UNUSED)]
+            names = {name for unit in recomputed for name in unit.inputs}
+            kept = [u.bytes for u in part.problem.layer.units if u.name in names and table[u.name] == KEEP]
+            most = max(most, sum(kept) + part.problem.layer.input_bytes if recomputed else 0)
+    return most
 
 
 def _temporary(layers: Sequence[Sequence[UnitCosts]]) -> int:
