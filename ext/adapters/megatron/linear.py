@@ -94,9 +94,8 @@ def _forward(
             "tp_group": tp_group,
         }
         return host(input=input, weight=weight, bias=bias, **settings, **others)
-    anchor = torch.empty(0, requires_grad=True)
     call = _Call(queue, weight, allreduce_dgrad, tp_group if sequence_parallel else None, tp_group)
-    return _ParallelLinear.apply(call, anchor, input, bias)  # type: ignore[return-value]
+    return _ParallelLinear.apply(call, queue.anchor(), input, bias)  # type: ignore[return-value]
 
 
 class _AnnouncedLinear(torch.autograd.Function):
@@ -189,5 +188,5 @@ class _ParallelLinear(torch.autograd.Function):
         bias_grad = grad.reshape(-1, grad.shape[-1]).sum(dim=0) if ctx.needs_input_grad[3] else None
         # A gradient that the forward takes for itself, by torch.autograd.grad, asks for no parameter's.
         if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
-            call.queue.defer(partial(call.add_weight_grad, grad.detach(), x.detach()))
+            call.queue.defer(partial(call.add_weight_grad, grad.detach(), x.detach()), grad)
         return None, None, x_grad, bias_grad

@@ -28,12 +28,14 @@ from ext.config.decide import (
     budgets_in_bytes,
     decides_about_units,
     decides_by_search,
+    make_schedule,
     needs_profile,
     reads_plan_file,
 )
 from ext.config.unit_costs import known_units, measures_units
 from ext.core.errors import ConfigError
 from ext.pipeline.memory_table import StageMemory, predict, table
+from ext.pipeline.plan import PipelineShape
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
 from ext.recompute.pipeline_tables import UnitCostsOfStages
@@ -114,7 +116,10 @@ class Plans:
         """This rank's stage, on the next micro-batch. Collective over the pipeline."""
         stage, num_stages = self._stage, len(self.layers_per_stage)
         layers, with_units = transformer_layers(self._model), measures_units(self.config)
-        return profile_stage(call, stage, num_stages, links, layers, with_units=with_units)
+        with_deferral = self._may_split(PipelineShape(num_stages, call.num_microbatches))
+        if with_deferral:
+            make_deferrable(self._model)
+        return profile_stage(call, stage, num_stages, links, layers, with_units=with_units, with_deferral=with_deferral)
 
     def take(self, measured: Measured) -> None:
         """From here on plans are made for what the pipeline of global rank 0 measured."""
@@ -182,10 +187,17 @@ class Plans:
 
     def _can_split(self) -> bool:
         """Whether no rank has something that keeps weight gradients from waiting."""
-        obstacles = [*limits.against_split(self._host_config, self._name), *undeferrable_layers(self._model)]
         everyone: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(everyone, not obstacles)
+        dist.all_gather_object(everyone, not self._obstacles_to_split())
         return all(everyone)
+
+    def _may_split(self, shape: PipelineShape) -> bool:
+        """Whether a plan may let this rank's weight gradients wait."""
+        may = reads_plan_file(self.config) or make_schedule(self.config, shape).may_split_backward
+        return may and not self._obstacles_to_split()
+
+    def _obstacles_to_split(self) -> list[Any]:
+        return [*limits.against_split(self._host_config, self._name), *undeferrable_layers(self._model)]
 
     def _change(self, decision: Decision, budgets: Sequence[int] | None, row: StageMemory) -> str:
         assert self._profile is not None

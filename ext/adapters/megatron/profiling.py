@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def profile_stage(
     layers: Sequence[nn.Module],
     *,
     with_units: bool = False,
+    with_deferral: bool = False,
 ) -> Measured:
     """Profile the layers of this rank's stage on the next micro-batch of ``call``.
 
@@ -62,6 +64,8 @@ def profile_stage(
         links: between its ranks.
         layers: transformer layers of this stage.
         with_units: whether the units of layers are measured, too.
+        with_deferral: whether it is measured, too, what waits for W where the backward is split; `make_deferrable` has
+            seen the model.
     """
     data = None if call.data_iterator is None else ReplayedIterator(call.data_iterator)
     inputs: Any = None
@@ -69,7 +73,8 @@ def profile_stage(
         channel = links.inputs_from(stage - 1)
         channel.post(0)
         inputs = channel.wait(0)
-    measured = _Stage(call, layers, data, inputs, is_last=stage == num_stages - 1, with_units=with_units)
+    is_last = stage == num_stages - 1
+    measured = _Stage(call, layers, data, inputs, is_last=is_last, with_units=with_units, with_deferral=with_deferral)
     with _untouched(call, layers):
         outputs, profiles = measured.measure()
     if stage < num_stages - 1:
@@ -91,6 +96,7 @@ class _Stage:
         *,
         is_last: bool,
         with_units: bool,
+        with_deferral: bool,
     ) -> None:
         self._call = call
         self._layers = layers
@@ -98,6 +104,7 @@ class _Stage:
         self._inputs = inputs
         self._is_last = is_last
         self._with_units = with_units
+        self._with_deferral = with_deferral
         self._unit_costs: list[LayerCosts | None] = []
         self._profiles: list[LayerProfile] = []
         self._shared: dict[int, Tensor] = {}
@@ -110,10 +117,16 @@ class _Stage:
         inner = {id(parameter) for layer in self._layers for parameter in layer.parameters()}
         own = [p for p in self._call.model.parameters() if id(p) not in inner]
         constants = [*own, *_buffers_of(self._call.model)]
-        before = ProfiledLayer(self._before, BEFORE, recomputable=False, constants=constants, synchronize=_wait())
+        around = partial(
+            ProfiledLayer,
+            recomputable=False,
+            constants=constants,
+            synchronize=_wait(),
+            with_deferral=self._with_deferral,
+        )
+        before = around(self._before, BEFORE)
         before(() if self._inputs is None else self._inputs.detach().requires_grad_())
-        name = LOSS if self._is_last else BEHIND
-        behind = ProfiledLayer(self._behind, name, recomputable=False, constants=constants, synchronize=_wait())
+        behind = around(self._behind, LOSS if self._is_last else BEHIND)
         behind(_hidden(self._left).detach().requires_grad_())
         assert before.profile is not None
         assert behind.profile is not None
@@ -148,6 +161,7 @@ class _Stage:
                 constants=[*layer.parameters(), *layer.buffers(), *shared],
                 synchronize=_wait(),
                 with_units=self._with_units,
+                with_deferral=self._with_deferral,
             )
             profiled.needs_grad = lambda: [True]
             self._left = whole.as_host(profiled(hidden_states))

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.dist
 M = 4
 SIZES = {"num_layers": 6, "hidden_size": 64, "ffn_hidden_size": 256}
 CASES = {
-    "1f1b": ("1f1b", None, torch.float32),
     "early": ("early_recompute", "full", torch.float32),
     "split": ("zb_h1", None, torch.float32),
     "units": ("1f1b", {"policy": "lynx_heu", "memory_budget_gib": [3.2 / 1024, 3.0 / 1024]}, torch.float32),
@@ -94,7 +93,7 @@ def test_predicted_beside_measured_and_what_is_said_of_too_much(capfd):
     for name, stages in rows.items():
         for row in stages:
             assert row.measured <= row.total, (name, row)
-            assert row.measured == pytest.approx(row.live, rel=0.1 if name == "split" else 0.01), (name, row)
+            assert row.measured == pytest.approx(row.live, rel=0.01), (name, row)
     assert [row.recomputed for row in rows["bf16"]] == [1, 0]
     shown = capfd.readouterr().err
     assert "predicted memory per stage in " in shown
