@@ -152,9 +152,9 @@ def _count_deferred(engine: Any) -> list[int]:
         queue = engine._weight_grads
         release = queue.release
 
-        def count_then_release(stage: int, microbatch: int) -> None:
+        def count_then_release(stage: int, microbatch: int, *after: Any) -> None:
             counts.append(len(queue._jobs[stage, microbatch]))
-            release(stage, microbatch)
+            release(stage, microbatch, *after)
 
         queue.release = count_then_release
         return schedule
