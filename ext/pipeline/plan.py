@@ -85,6 +85,16 @@ class Plan:
                     found[stage, action.microbatch] = coming[stage]
         return found
 
+    def next_backward(self, stage: int, microbatch: int) -> int | None:
+        """The micro-batch of `next_backwards` whose recompute can run under this one's forward.
+
+        None where one of both backwards is split and the other is not: what surrounds the forward would surround the
+        recompute of another kind of forward.
+        """
+        coming = self.next_backwards.get((stage, microbatch))
+        split = self.split_backwards
+        return coming if ((stage, coming) in split) == ((stage, microbatch) in split) else None
+
     def max_deferred(self, rank: int) -> int:
         """Most micro-batches of ``rank`` whose I has run and whose W has not."""
         now = most = 0

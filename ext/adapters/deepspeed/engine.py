@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from deepspeed.runtime.pipe import engine as host
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch import distributed as dist
 
 from ext.adapters.deepspeed import instructions, resolve
-from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
+from ext.adapters.deepspeed.communication import ChannelPipelineEngine
+from ext.adapters.deepspeed.compute import ComputingPipelineEngine
+from ext.adapters.deepspeed.layers import LayerInventory
 from ext.adapters.deepspeed.memory import MemoryWatch
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.adapters.deepspeed.tracing import Tracer
-from ext.comm.tensor_parallel.sub_pipeline import sub_pipelined
 from ext.config import ExtConfig
 from ext.config.decide import decides_by_search
-from ext.config.sub_pipeline import num_parts, plan_problem
-from ext.core.errors import ConfigError, DataError
+from ext.config.sub_pipeline import plan_problem
+from ext.core.errors import ConfigError
 from ext.pipeline.actions import Action, Kind
 from ext.pipeline.build import forward_plan
-from ext.pipeline.plan import Plan
-from ext.pipeline.trace import LOAD
 from ext.recompute import stage_report
-from ext.recompute.regions import DroppedLayer, MicrobatchRegions
 from ext.recompute.stage_report import StageRecompute, stage_recompute
 from ext.recompute.stage_units import StageUnits
-from ext.runtime.channels import Channel, Links, Message, TensorSpec, as_tuple
 from ext.runtime.guard import FailureGuard
 from ext.runtime.recorder import Recorder, clock_for
 from ext.runtime.split_backward import WeightGradQueue
@@ -52,19 +46,12 @@ def _recorded(kind: Kind, handler: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class PlanPipelineEngine(PipelineEngine):
+class PlanPipelineEngine(ComputingPipelineEngine):
     """Runs a plan through DeepSpeed's own schedule loop and instruction map.
 
     Buffers are indexed by micro-batch. Losses, gradients of the outputs and dropped layers are kept per
-    micro-batch, where the host has one slot for all. Sends and receives are asynchronous, on one process group
-    per direction and neighbour.
+    micro-batch, where the host has one slot for all.
     """
-
-    plan: Plan
-    # The host's own, which it does not declare.
-    module: Any
-    optimizer: Any
-    device: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,11 +69,9 @@ class PlanPipelineEngine(PipelineEngine):
             self.module.activation_checkpoint_interval = 0
         self.plan = self.resolution.plan
         self._refuse_recompute_of_parts()
-        self._num_loaded = 0
         self._trackers = (DeepSpeedRngTracker(),)
         self._weight_grads = WeightGradQueue(limit=0)
         self.guard = FailureGuard()
-        self._links: Links | None = None
         self._told_of_units = False
         self.recorder = Recorder(clock_for(torch.device(self.device)))
         self._tracer = Tracer.of(config, self.guard)
@@ -237,256 +222,19 @@ class PlanPipelineEngine(PipelineEngine):
             if self.using_bf16_optimizer:
                 self.optimizer.clear_hp_grads()
 
-    # -- compute -------------------------------------------------------------------------------------------
-
-    def _exec_plan_forward(self, stage: int, microbatch: int) -> None:
-        if self.is_first_stage() or self.is_last_stage():
-            with self.recorder.waiting(LOAD, stage, microbatch), self.watchdog.waiting("the data iterator"):
-                self._load_up_to(microbatch)
-        if not self.is_first_stage():
-            channel = self._channels.inputs_from(self.plan.rank_of[stage - 1])
-            with self._waiting(channel, host.PIPE_RECV_INPUT_TIMER, Kind.RECV_F, stage, microbatch):
-                self.pipe_buffers["inputs"][microbatch] = channel.wait(microbatch)
-        with self._layers_as_planned(stage, microbatch):
-            super()._exec_forward_pass(microbatch)
-        self.memory.sample()
-        outputs = self.pipe_buffers["outputs"][microbatch]
-        if self.is_last_stage():
-            if torch.is_grad_enabled():
-                self.pipe_buffers["losses"][microbatch] = self.loss
-            self.pipe_buffers["outputs"][microbatch] = None
-            self.pipe_buffers["labels"][microbatch] = None
-        elif torch.is_grad_enabled():
-            self.pipe_buffers["output_specs"][microbatch] = _gradient_specs(outputs, stage)
-        if not torch.is_grad_enabled():
-            self.pipe_buffers["inputs"][microbatch] = None
-
-    def _exec_plan_recompute(self, stage: int, microbatch: int) -> None:
-        self.pipe_buffers["regions"][microbatch].recompute()
-
-    def _exec_plan_backward(self, stage: int, microbatch: int) -> None:
-        regions = self.pipe_buffers["regions"][microbatch]
-        with contextlib.nullcontext() if regions is None else regions.backward():
-            if self.is_last_stage():
-                self._backward_from_loss(microbatch)
-            else:
-                self._backward_from_gradient(stage, microbatch)
-        if regions is not None:
-            self.recomputes[stage] += regions.num_reruns
-            self.pipe_buffers["regions"][microbatch] = None
-        if self.is_first_stage():
-            self.pipe_buffers["inputs"][microbatch] = None
-
-    def _exec_plan_input_grad(self, stage: int, microbatch: int) -> None:
-        # The host's own checkpointing calls the layers again from inside the backward.
-        layers = self._splittable(self.module.forward_funcs, stage, microbatch)
-        with self._weight_grads.deferring(stage, microbatch), layers_replaced(self.module, layers):
-            self._exec_plan_backward(stage, microbatch)
-        self.memory.count_passing_gradients()
-
-    def _exec_plan_weight_grad(self, stage: int, microbatch: int) -> None:
-        # As around the host's own backward: its hooks take gradients that come at any other time for a mistake.
-        self._running_engine_backward = True
-        try:
-            with self._accumulating_in_high_precision():
-                self._weight_grads.release(stage, microbatch, self.memory.count_passing_gradients)
-        finally:
-            self._running_engine_backward = False
-
-    @contextlib.contextmanager
-    def _accumulating_in_high_precision(self) -> Iterator[None]:
-        """Where the optimizer sums bf16 gradients in fp32, each is added once."""
-        if not self.using_bf16_optimizer:
-            yield
-            return
-        self.optimizer.clear_lp_grads(set_to_none=True)
-        yield
-        self.optimizer.update_hp_grads()
-        self.optimizer.clear_lp_grads(set_to_none=True)
-
-    def _backward_from_loss(self, microbatch: int) -> None:
-        self.loss, self.pipe_buffers["losses"][microbatch] = self.pipe_buffers["losses"][microbatch], None
-        if self.loss.requires_grad:
-            super()._exec_backward_pass(microbatch)
-        self.loss = self.loss.detach()
-
-    def _backward_from_gradient(self, stage: int, microbatch: int) -> None:
-        channel = self._channels.output_grads_from(self.plan.rank_of[stage + 1])
-        with self._waiting(channel, host.PIPE_RECV_GRAD_TIMER, Kind.RECV_B, stage, microbatch):
-            gradients = as_tuple(channel.wait(microbatch))
-        outputs = [t for t in as_tuple(self.pipe_buffers["outputs"][microbatch]) if t.requires_grad]
-        self.pipe_buffers["output_specs"][microbatch] = None
-        self.pipe_buffers["outputs"][microbatch] = None
-        if not outputs:
-            return  # nothing on this stage or before it is trained
-        if len(outputs) == 1:
-            self.pipe_buffers["outputs"][microbatch], self.grad_layer = outputs[0], gradients[0]
-        else:
-            joined = _Join.apply(gradients, *outputs)
-            self.pipe_buffers["outputs"][microbatch], self.grad_layer = joined, torch.ones_like(joined)
-        super()._exec_backward_pass(microbatch)
-        self.grad_layer = None
-
-    @contextlib.contextmanager
-    def _layers_as_planned(self, stage: int, microbatch: int) -> Iterator[None]:
-        """While this lasts, the module's forward drops and defers what the plan recomputes and splits later."""
-        if self._units is not None and torch.is_grad_enabled():
-            with self._units_as_planned(self._units, stage, microbatch):
-                yield
-            return
-        dropped = self.inventory.dropped(stage, self.plan.recomputed_layers[stage])
-        is_split = (stage, microbatch) in self.plan.split_backwards
-        parts = num_parts(self.ext_config)
-        if not torch.is_grad_enabled() or not (dropped or is_split or parts > 1):
-            yield
-            return
-        layers = self._splittable(sub_pipelined(self.module.forward_funcs, parts), stage, microbatch)
-        if dropped:
-            regions = MicrobatchRegions(self._trackers, self.memory.reruns)
-            self.pipe_buffers["regions"][microbatch] = regions
-            again = [self.recorder.with_reruns(layer, stage, microbatch) for layer in layers]
-            layers = [DroppedLayer(again[i], regions) if i in dropped else layer for i, layer in enumerate(layers)]
-        with layers_replaced(self.module, layers):
-            yield
-
-    @contextlib.contextmanager
-    def _units_as_planned(self, units: StageUnits, stage: int, microbatch: int) -> Iterator[None]:
-        """The same where the tables of a unit policy say what is dropped."""
-
-        @contextlib.contextmanager
-        def recomputing() -> Iterator[None]:
-            with self.recorder.rerun(stage, microbatch), self.memory.reruns():
-                yield
-
-        is_split = (stage, microbatch) in self.plan.split_backwards
-        around = self._weight_grads.interception if is_split else contextlib.nullcontext
-        coming = self.plan.next_backwards.get((stage, microbatch))
-        if ((stage, coming) in self.plan.split_backwards) != is_split:
-            coming = None  # what surrounds this forward would surround the recompute of another kind of forward
-        regions, layers = units.start(
-            self.module.forward_funcs,
-            around=around,
-            recomputing=recomputing,
-            next_backward=None if coming is None else self.pipe_buffers["regions"][coming],
-        )
-        self.pipe_buffers["regions"][microbatch] = regions
-        with layers_replaced(self.module, layers):
-            yield
-
-    def _splittable(self, layers: Sequence[Any], stage: int, microbatch: int) -> list[Any]:
-        """The layers, with weight gradients that can wait for W where the plan splits this backward."""
-        if (stage, microbatch) not in self.plan.split_backwards:
-            return list(layers)
-        return [self._weight_grads.intercepting(layer) for layer in layers]
-
-    # -- data and communication ----------------------------------------------------------------------------
-
-    def _load_up_to(self, microbatch: int) -> None:
-        """Micro-batch i is the i-th that the iterator gives, in whatever order forwards run."""
-        while self._num_loaded <= microbatch:
-            try:
-                super()._exec_load_micro_batch(self._num_loaded)
-            except StopIteration:
-                raise DataError(
-                    f"a step needs {self.micro_batches} micro-batches, the data iterator gave "
-                    f"{self._num_loaded}. Give it more data, wrap it in deepspeed.utils.RepeatingLoader, or lower "
-                    "gradient_accumulation_steps."
-                ) from None
-            self._num_loaded += 1
-
-    def _exec_send_outputs(self, stage: int, microbatch: int) -> None:
-        with self._timed(host.PIPE_SEND_OUTPUT_TIMER):
-            outputs = self.pipe_buffers["outputs"][microbatch]
-            self._channels.outputs_to(self.plan.rank_of[stage + 1]).send(outputs, microbatch)
-        if not torch.is_grad_enabled():
-            self.pipe_buffers["outputs"][microbatch] = None
-
-    def _exec_post_inputs(self, stage: int, microbatch: int) -> None:
-        self._channels.inputs_from(self.plan.rank_of[stage - 1]).post(microbatch)
-
-    def _exec_send_input_grads(self, stage: int, microbatch: int) -> None:
-        with self._timed(host.PIPE_SEND_GRAD_TIMER):
-            inputs = [t for t in as_tuple(self.pipe_buffers["inputs"][microbatch]) if t.requires_grad]
-            gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
-            self._channels.input_grads_to(self.plan.rank_of[stage - 1]).send_known(gradients)
-        self.pipe_buffers["inputs"][microbatch] = None
-
-    def _exec_post_output_grads(self, stage: int, microbatch: int) -> None:
-        specs = self.pipe_buffers["output_specs"][microbatch]
-        self._channels.output_grads_from(self.plan.rank_of[stage + 1]).post(microbatch, specs)
-
-    @property
-    def _channels(self) -> Links:
-        assert self._links is not None
-        return self._links
-
-    def _open_links(self) -> Links:
-        rank_of = self.plan.rank_of
-        return Links(
-            [self.grid.stage_to_global(stage_id=rank) for rank in range(self.num_stages)],
-            self.stage_id,
-            zip(rank_of, rank_of[1:], strict=False),
-            torch.device(self.device),
-            dynamic=self.dynamic_shape,
-        )
-
-    def _start_timers(self, timer_names: Sequence[str]) -> None:
-        # The host starts the backward timers in its pipeline engine and again in a hook of its base engine.
-        super()._start_timers([name for name in timer_names if not self.timers(name).started_])
-
-    def _stop_timers(self, timer_names: Sequence[str]) -> None:
-        super()._stop_timers([name for name in timer_names if self.timers(name).started_])
-
-    @contextlib.contextmanager
-    def _waiting(self, channel: Channel, timer: str, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
-        what = f"micro-batch {microbatch} of {channel.name}"
-        with self._timed(timer), self.recorder.waiting(str(kind), stage, microbatch), self.watchdog.waiting(what):
-            yield
-
-    @contextlib.contextmanager
-    def _timed(self, timer: str) -> Iterator[None]:
-        if not self.wall_clock_breakdown():
-            yield
-            return
-        self.timers(timer).start()
-        yield
-        self.timers(timer).stop()
-
     _HANDLERS: ClassVar[dict[Kind, Callable[..., None]]] = {
-        Kind.F: _exec_plan_forward,
-        Kind.R: _exec_plan_recompute,
-        Kind.B: _exec_plan_backward,
-        Kind.I: _exec_plan_input_grad,
-        Kind.W: _exec_plan_weight_grad,
-        Kind.SEND_F: _exec_send_outputs,
-        Kind.SEND_B: _exec_send_input_grads,
+        Kind.F: ComputingPipelineEngine._exec_plan_forward,
+        Kind.R: ComputingPipelineEngine._exec_plan_recompute,
+        Kind.B: ComputingPipelineEngine._exec_plan_backward,
+        Kind.I: ComputingPipelineEngine._exec_plan_input_grad,
+        Kind.W: ComputingPipelineEngine._exec_plan_weight_grad,
+        Kind.SEND_F: ChannelPipelineEngine._exec_send_outputs,
+        Kind.SEND_B: ChannelPipelineEngine._exec_send_input_grads,
     }
     _INSTRUCTION_MAP = {
-        **PipelineEngine._INSTRUCTION_MAP,
+        **ComputingPipelineEngine._INSTRUCTION_MAP,
         **{instructions.INSTRUCTIONS[kind]: _recorded(kind, handler) for kind, handler in _HANDLERS.items()},
-        instructions.PostActivations: _exec_post_inputs,
-        instructions.PostGradients: _exec_post_output_grads,
+        instructions.PostActivations: ChannelPipelineEngine._exec_post_inputs,
+        instructions.PostGradients: ChannelPipelineEngine._exec_post_output_grads,
         instructions.FinishStep: _exec_finish_step,
     }
-
-
-class _Join(torch.autograd.Function):
-    """Several outputs as one, so that one backward serves them all: the host would run one for each."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: tuple[Tensor, ...], *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return outputs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.gradients
-
-
-def _gradient_specs(outputs: Message, stage: int) -> tuple[TensorSpec, ...]:
-    """The tensors for which the next stage sends a gradient back."""
-    tensors = as_tuple(outputs)
-    strangers = [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]
-    if strangers:
-        raise DataError(f"stage {stage} must give a tensor or a tuple of tensors to the next one, found {strangers}.")
-    return tuple(TensorSpec(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors if t.requires_grad)

@@ -247,9 +247,7 @@ class Step:
     def _units_as_planned(self, units: StageUnits, stage: int, microbatch: int, flight: InFlight) -> Iterator[None]:
         """The same where the tables of a unit policy say what is dropped."""
         is_split = (stage, microbatch) in self.plan.split_backwards
-        coming = self.plan.next_backwards.get((stage, microbatch))
-        if ((stage, coming) in self.plan.split_backwards) != is_split:
-            coming = None  # what surrounds this forward would surround the recompute of another kind of forward
+        coming = self.plan.next_backward(stage, microbatch)
         next_backward: Any = None if coming is None else self._flights[coming].regions
         layers = [bound(layer) for layer in self.layers]
         # Tables begin with what the forward step does before the layers, and may end with what it does behind them.
