@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +90,26 @@ class LiveBytes:
         """Note every tensor that an operation gives while this lasts, backward included."""
         with _Created(self):
             yield
+
+
+class CountsOneStep:
+    """For those who count in one step and let all others pass: there is no counter outside of it."""
+
+    _counter: LiveBytes | None = None
+
+    def reruns(self) -> AbstractContextManager[None]:
+        """Around every re-run of dropped layers."""
+        return nullcontext() if self._counter is None else self._counter.reruns()
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor is kept or brought back by other means than autograd's own."""
+        if self._counter is not None:
+            self._counter.note(tensor)
+
+    def sample(self) -> None:
+        """After a forward, whose outputs autograd itself may not hold."""
+        if self._counter is not None:
+            self._counter.sample()
 
 
 class _Created(TorchDispatchMode):

@@ -28,12 +28,13 @@ from ext.config import budget
 from ext.config.decide import budgets_in_bytes, decides_about_units, needs_profile
 from ext.config.unit_costs import known_units, measures_units
 from ext.core.errors import OutOfMemoryError
-from ext.pipeline.memory_table import StageMemory, amount, predict, table
+from ext.pipeline.memory_table import StageMemory, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
 from ext.recompute.pipeline_tables import UnitCostsOfStages
 from ext.runtime.channels import as_tuple
-from ext.runtime.live_bytes import LiveBytes, storage_bytes
+from ext.runtime.live_bytes import CountsOneStep, LiveBytes, storage_bytes
+from ext.runtime.memory_story import is_out_of_memory, most_seen, story
 from ext.runtime.profile import ReplayedIterator
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ SWITCH = "EXT_MEMORY_REPORT"
 """Environment variable that asks for the table in any run; rank 0's counts."""
 
 
-class MemoryWatch:
+class MemoryWatch(CountsOneStep):
     """What the stages of a pipeline hold.
 
     Args:
@@ -63,7 +64,6 @@ class MemoryWatch:
         self._device: Any = get_accelerator()
         self._on_cpu = self._device.device_name() == "cpu"
         self._was_counted = False
-        self._counter: LiveBytes | None = None
         self._most = 0
         self.profile: PipelineProfile | None = None
         self.units: UnitCostsOfStages | None = None
@@ -161,20 +161,6 @@ class MemoryWatch:
         """Around the step's actions."""
         return nullcontext() if self._counter is None else self._counter.saved()
 
-    def reruns(self) -> AbstractContextManager[None]:
-        """Around every re-run of a dropped layer."""
-        return nullcontext() if self._counter is None else self._counter.reruns()
-
-    def note(self, tensor: Tensor) -> None:
-        """A tensor is kept or brought back by other means than autograd's own."""
-        if self._counter is not None:
-            self._counter.note(tensor)
-
-    def sample(self) -> None:
-        """After a forward, whose outputs autograd itself may not hold."""
-        if self._counter is not None:
-            self._counter.sample()
-
     def count_states(self) -> None:
         """Between the last backward and the optimizer's step, when all gradients are there."""
         if self._counter is not None:
@@ -215,7 +201,7 @@ class MemoryWatch:
             self.rows[stage] = replace(self.rows[stage], measured=measured, allocated=allocated)
         self._announce("measured " + table(self.rows))
         over = [
-            row for row in self.rows if budget.is_given(self._engine.ext_config) and _most_seen(row) > (row.budget or 0)
+            row for row in self.rows if budget.is_given(self._engine.ext_config) and most_seen(row) > (row.budget or 0)
         ]
         guard = self._engine.guard
         guard.start_step()
@@ -227,7 +213,7 @@ class MemoryWatch:
 
     def explained(self, error: BaseException) -> BaseException:
         """The error, or, where a device or host ran out of memory, one that says where and what would fit."""
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             return error
         stage = self._engine.stage_id
         if not self.rows:
@@ -244,17 +230,14 @@ class MemoryWatch:
         return OutOfMemoryError(f"{self._story(row, 'ran out of memory')}\n{error}")
 
     def _story(self, row: StageMemory, what: str) -> str:
-        measured = _most_seen(row)
-        limit = "" if row.budget is None else f", the budget is {amount(row.budget)}"
-        held = f"{amount(measured)} were measured" if measured else "nothing was measured"
-        return f"stage {row.stage} {what}: {amount(row.total)} were predicted, {held}{limit}. {self._change(row)}"
+        return story(row, what, self._change(row))
 
     def _change(self, row: StageMemory) -> str:
         """The nearest change that fits; where more was measured than predicted, with room for the difference."""
         budgets = self.budgets()
         if self.profile is None or budgets is None:
             return "Recompute more layers, or take a smaller micro-batch."
-        excess = max(0, _most_seen(row) - row.total)
+        excess = max(0, most_seen(row) - row.total)
         return nearest_change(
             self._engine.resolution.schedule, self.profile, [max(1, given - excess) for given in budgets]
         )
@@ -266,14 +249,3 @@ class MemoryWatch:
             print(text, file=sys.stderr, flush=True)  # noqa: T201 - asked for by the switch
         else:
             logger.info("%s", text)
-
-
-def _most_seen(row: StageMemory) -> int:
-    """The larger of what was counted and what the device's allocator saw."""
-    return max(row.measured or 0, row.allocated or 0)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )

@@ -7,7 +7,7 @@ steps run without any of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ext.adapters.megatron.planning import Plans
 from ext.config import budget
 from ext.core.errors import OutOfMemoryError
 from ext.pipeline.memory_table import StageMemory
-from ext.runtime.live_bytes import LiveBytes, storage_bytes, storage_key
+from ext.runtime.live_bytes import CountsOneStep, LiveBytes, storage_bytes, storage_key
 from ext.runtime.memory_story import is_out_of_memory, most_seen, story
 from ext.runtime.reachable import tensors_in
 
@@ -28,7 +28,7 @@ _PACKAGES = ("megatron.core.optimizer.", "megatron.core.distributed.")
 _OF_PARAMETER = ("main_grad", "main_param")
 
 
-class MemoryWatch:
+class MemoryWatch(CountsOneStep):
     """What the stages of a pipeline hold. Its methods are collective over the pipeline where they say so.
 
     Args:
@@ -46,7 +46,6 @@ class MemoryWatch:
         self._host_config = host_config
         self._group = group
         self._stage = dist.get_group_rank(group, dist.get_rank())
-        self._counter: LiveBytes | None = None
         self._live: int | None = None
         self._was_counted = False
 
@@ -68,20 +67,6 @@ class MemoryWatch:
             torch.cuda.reset_peak_memory_stats()
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
-
-    def reruns(self) -> AbstractContextManager[None]:
-        """Around every re-run of dropped layers."""
-        return nullcontext() if self._counter is None else self._counter.reruns()
-
-    def note(self, tensor: Tensor) -> None:
-        """A tensor is kept or brought back by other means than autograd's own."""
-        if self._counter is not None:
-            self._counter.note(tensor)
-
-    def sample(self) -> None:
-        """After a forward, whose outputs autograd itself may not hold."""
-        if self._counter is not None:
-            self._counter.sample()
 
     def count_states(self) -> None:
         """Once the last backward is done, before the optimizer's step."""
