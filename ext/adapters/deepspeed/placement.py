@@ -81,7 +81,7 @@ class PlacedPipelineModule(PipelineModule):
             failure = error
         story = None
         if failure is not None:
-            index = self._local_start + len(self.forward_funcs)
+            index = (self._local_start or 0) + len(self.forward_funcs)
             kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
             story = f"layer {index} ({names_of(self._layer_specs)[index]}) cannot be built: {kind}{failure}"
         everyone: list[str | None] = [None] * self.world_size
