@@ -23,7 +23,10 @@ def full(layers: Layers, x: Tensor, *, reentrant: bool) -> Tensor:
 
 
 def selective(layers: Layers, x: Tensor) -> Tensor:
-    """Torch's selective checkpointing in its usual setting: products are kept, everything else is recomputed."""
+    """Torch's selective checkpointing in its usual setting: products are kept, everything else is recomputed.
+
+    Attention scores, which add their mask to the product, belong to the rest.
+    """
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
