@@ -1,7 +1,8 @@
 """Tells every rank of an error that only some of them can see, and ends those whom it leaves waiting.
 
 Ranks that share experts or tensor-parallel layers see an error together and stop; others wait for them inside a
-collective, where no exception reaches them. The store of the process group does.
+collective, where no exception reaches them. The store of the process group does. Whoever reaches the end of its step in
+time stops there, by agreement; nothing is raised in between, where a rank would leave those waiting that it works with.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-
-from ext.core import errors
-from ext.core.errors import CommunicationError, ExtError
 
 EXIT_ALARM = 71
 PAUSE_S = 0.5
@@ -41,7 +39,6 @@ class Alarm:
 
     def __init__(self, end: Callable[[int], None] = os._exit) -> None:
         self._end = end
-        self._heard = ""
         self._numbers = itertools.count()  # tells one alarm from the next
         self._pause = max(PAUSE_S, dist.get_world_size() / ASKED_PER_S)
         store: Any = dist.distributed_c10d._get_default_store()
@@ -67,34 +64,17 @@ class Alarm:
 
     def hold_back(self) -> None:
         """Before a rank that rang ends: its launcher ends the others at once, who have to say why first."""
-        time.sleep(self._pause + TELL_S + self._pause)
+        time.sleep(TELL_S + 4 * self._pause)
 
     def settle(self) -> None:
         """All ranks have come together over the error."""
-        self._heard = ""
         with contextlib.suppress(RuntimeError):
             self._store.set(_KEY, "")  # who reads a key while another deletes it waits for the next alarm
-
-    def raise_if_rung(self) -> None:
-        """Raise the error of another rank here, where this one still runs.
-
-        Raises:
-            ExtError: of the class and with the text of that error, where it is one of ours.
-            CommunicationError: naming rank and error, where it is a stranger.
-        """
-        heard = self._heard and self._read()  # it may have been settled a moment ago
-        if not heard:
-            return
-        kind, rank, _, text = heard.split(":", 3)
-        cls = getattr(errors, kind, None)
-        if isinstance(cls, type) and issubclass(cls, ExtError):
-            raise cls(text)
-        raise CommunicationError(f"rank {rank} failed: {kind}: {text}")
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the rank that holds the store is gone: the run is over
             while not self._is_over.wait(self._pause):
-                self._heard = heard = self._read()
+                heard = self._read()
                 if heard and self._stands(heard, TELL_S):
                     self._tell(heard)
                     if self._stands(heard, GRACE_S - TELL_S):

@@ -95,16 +95,13 @@ class DispatchMOELayer(MOELayer):
     @contextmanager
     def _errors_told(self) -> Iterator[None]:
         """An error of one expert-parallel group is heard by the ranks of the others, too."""
-        if self.alarm is None:
-            yield
-            return
-        self.alarm.raise_if_rung()
         try:
             yield
         except RoutingError as error:
-            self.alarm.ring(error)
-            if not self.agrees_after:
-                self.alarm.hold_back()
+            if self.alarm is not None:
+                self.alarm.ring(error)
+                if not self.agrees_after:
+                    self.alarm.hold_back()
             raise
 
     @contextmanager

@@ -112,8 +112,6 @@ class ExchangeTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 num_tokens=tokens.shape[0] * k, num_experts=self.num_experts, capacity_factor=factor
             )
         call = Call(tokens.shape[0], k, factor, tokens.shape[1], tokens.dtype, capacity=capacity)
-        if alarm is not None:
-            alarm.raise_if_rung()
         try:
             # A logit that is not finite leaves no weight of its token finite.
             max_tokens = agree(call, probs.detach(), connection.group, self.layer)

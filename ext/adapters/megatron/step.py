@@ -129,8 +129,6 @@ class Step:
         for action in self.plan.orders[self.rank]:
             if action == self._last_backward:
                 self.grad_sync.before_last_backward()
-            if self.watches.alarm is not None:
-                self.watches.alarm.raise_if_rung()
             with self.watches.watchdog.action(str(action)), self._recorded(action):
                 _HANDLERS[action.kind](self, action.stage, action.microbatch)
 

@@ -30,14 +30,12 @@ class Watches:
         memory: counts the first step.
         recorder: of actions, in traced steps.
         tracer: writes these; None where nobody asked.
-        alarm: None where every rank sees every error by itself.
     """
 
     watchdog: Watchdog
     memory: MemoryWatch
     recorder: Recorder
     tracer: Tracer | None
-    alarm: Alarm | None
 
     @classmethod
     def of(cls, config: ExtConfig, plans: Plans, model: nn.Module, host_config: Any, groups: Any) -> Watches:
@@ -56,7 +54,6 @@ class Watches:
             MemoryWatch(plans, model, host_config, groups.pp),
             Recorder(clock_for(device)),
             None if trace is None else plans.as_typed(lambda: Tracer.opened(trace.path, trace.steps, plans.guard)),
-            plans.guard.alarm,
         )
 
     @contextmanager
