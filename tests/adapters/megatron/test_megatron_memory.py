@@ -93,7 +93,9 @@ def test_predicted_beside_measured_and_what_is_said_of_too_much(capfd):
     for name, stages in rows.items():
         for row in stages:
             assert row.measured <= row.total, (name, row)
-            assert row.measured == pytest.approx(row.live, rel=0.01), (name, row)
+            # What units bring back is bounded; how much of it there is depends on tables made from measured times.
+            least = 0.9 if name == "units" else 0.99
+            assert least * row.live <= row.measured <= 1.01 * row.live, (name, row)
     assert [row.recomputed for row in rows["bf16"]] == [1, 0]
     shown = capfd.readouterr().err
     assert "predicted memory per stage in " in shown
