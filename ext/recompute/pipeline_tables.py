@@ -6,6 +6,7 @@ For any host: what it needs is a schedule, a profile of the stages and the costs
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -175,8 +176,12 @@ class _Pipeline:
         # The backward is split: which moment is the heaviest depends on the tables. HEU is quick enough to try.
         from ext.recompute.heu import solve_heu  # reading a configuration must not import scipy
 
+        everything = self._solve_for(stage, moments[0], sys.maxsize, solve_heu)
+        assert isinstance(everything, StageTables)
+        needs = [self.needed(stage, everything)]
+        if needs[0] <= budget:  # nothing to recompute, though the least table of some moment may not fit
+            return everything
         found: list[tuple[StageTables, _Held, int]] = []
-        needs: list[int] = []
         for held in moments:
             given = budget
             for _ in range(_TRIALS):
@@ -190,7 +195,8 @@ class _Pipeline:
                     break
                 if given > budget:  # the least of this moment, which is too much for another one
                     break
-                given -= needs[-1] - budget
+                # Other tables: those that were found fit all of what they take themselves.
+                given = min(given - (needs[-1] - budget), self._beside(stage, held) + tables.bytes - 1)
         if not found:
             return min(needs)
         tables, held, given = min(found, key=lambda entry: entry[0].exposed)

@@ -108,8 +108,11 @@ def _squeezed(rows: list[Any], case: Case) -> list[float]:
     """Budgets in GiB: what no recomputation holds without a part of the activations."""
     kept = int(case.schedule in KEEP_LAST)
     share = [case.squeeze[min(row.in_flight, 2) - 1] for row in rows]
+    # Decisions take gradients in 16 bits to be there all the time; the table knows that a W takes them away again.
+    more = [row.states.parameters if case.bf16 and case.schedule == "zb_h1" else 0 for row in rows]
     return [
-        (row.total - (0 if row.stage >= len(rows) - kept else share[row.stage]) * row.activations) / 2**30
+        (row.total + more[row.stage] - (0 if row.stage >= len(rows) - kept else share[row.stage]) * row.activations)
+        / 2**30
         for row in rows
     ]
 
@@ -185,7 +188,7 @@ def test_three_stages_in_both_precisions():
         for policy in ("lynx_heu", OPT)
     ]
     cases = [replace(case, schedule=name) for name in SCHEDULES[:-1] for case in common]
-    cases += [replace(case, schedule="zb_h1", squeeze=(0.0, 0.1)) for case in common]
+    cases += [replace(case, schedule="zb_h1", squeeze=(0.0, 0.08)) for case in common]
     cases += [replace(common[0], tied=True, gas=7), replace(common[0], opaque=True, gas=3, squeeze=(0.0, 0.25))]
     _check(run_ranks(_against_keeping_everything, 3, cases, timeout=400))
 
