@@ -1,6 +1,8 @@
 """An error of some ranks ends all, unless they come together over it."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from ext.testing.ranks import run_ranks
 pytestmark = pytest.mark.dist
 
 
-def _run(rank: int, world_size: int) -> tuple[list[str], list[int]]:
+def _run(rank: int, world_size: int, folder: str) -> tuple[list[str], list[int]]:
+    os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     alarm_module.PAUSE_S, alarm_module.TELL_S, alarm_module.GRACE_S = 0.1, 0.5, 1.0
     ends: list[int] = []
     guard = FailureGuard()
@@ -38,11 +41,11 @@ def _run(rank: int, world_size: int) -> tuple[list[str], list[int]]:
     return texts, ends
 
 
-def test_an_alarm_that_nobody_settles_ends_every_rank_by_name(capfd):
-    results = run_ranks(_run, 2, timeout=40)
+def test_an_alarm_that_nobody_settles_ends_every_rank_by_name(tmp_path):
+    results = run_ranks(_run, 2, str(tmp_path), timeout=40)
     assert results[0][0][0] == results[1][0][0] == "a: b"
     assert "rank 0 failed: KeyError: 'c'" in results[1][0][1]
     assert [ends for _, ends in results] == [[EXIT_ALARM]] * 2
-    shown = capfd.readouterr().err
     for rank in range(2):
+        shown = Path(tmp_path, f"stderr{rank}").read_text()
         assert f"rank {rank} stops, as rank 0 failed: RoutingError: nobody comes: why\n" in shown

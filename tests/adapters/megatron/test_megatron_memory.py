@@ -1,7 +1,9 @@
 """The memory of Megatron's stages: predicted beside measured, and what an error says where it was too much."""
 
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -41,9 +43,10 @@ def _optimizer(model):
     return optimizer
 
 
-def _run(rank, world_size):
+def _run(rank, world_size, folder):
     from ext.adapters.megatron import testing
 
+    os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     testing.parallel(pp=2)
     data, rows = testing.batches(M), {}
     for name, (schedule, recompute, dtype) in CASES.items():
@@ -86,8 +89,8 @@ def _too_much(rank, data):
     return [*texts, str(error.value)]
 
 
-def test_predicted_beside_measured_and_what_is_said_of_too_much(capfd):
-    results = run_ranks(_run, 2, env={"EXT_MEMORY_REPORT": "1"})
+def test_predicted_beside_measured_and_what_is_said_of_too_much(tmp_path):
+    results = run_ranks(_run, 2, str(tmp_path), env={"EXT_MEMORY_REPORT": "1"})
     assert results[0] == results[1]
     rows, texts = results[0]
     for name, stages in rows.items():
@@ -97,7 +100,7 @@ def test_predicted_beside_measured_and_what_is_said_of_too_much(capfd):
             least = 0.9 if name == "units" else 0.99
             assert least * row.live <= row.measured <= 1.01 * row.live, (name, row)
     assert [row.recomputed for row in rows["bf16"]] == [1, 0]
-    shown = capfd.readouterr().err
+    shown = "".join(Path(tmp_path, f"stderr{rank}").read_text() for rank in range(2))
     assert "predicted memory per stage in " in shown
     assert "measured memory per stage in " in shown
     for text in texts[:2]:
