@@ -303,3 +303,26 @@ def test_what_is_known_of_w_saves_memory():
         found = choose_tables(schedule, known, units, budgets, solve_heu, layers_per_stage=[3] * 4)
         assert found.stages[1].num_units > 0
         assert not any(row.exceeds for row in predict(found.plan, known, budgets, found.costs))
+
+
+@pytest.mark.parametrize("waiting", [None, 900, 1700])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_every_budget_above_the_smallest_is_kept_under_a_split_backward(waiting, num_layers):
+    profile, units = pipeline(3, num_layers)
+    if waiting is not None:
+        profile = with_deferrals(profile, waiting)
+    schedule = SCHEDULES.get("zb_h1")(shape=PipelineShape(3, 6))
+
+    def tables(budgets):
+        return choose_tables(schedule, profile, units, budgets, solve_heu, layers_per_stage=[num_layers] * 3, show=str)
+
+    enough = [row.total for row in predict(tables([10**9] * 3).plan, profile, None)]
+    assert not any(stage.num_units for stage in tables(enough).stages)
+    with pytest.raises(BudgetError) as refused:
+        tables([10, *enough[1:]])
+    smallest = int(str(refused.value).partition("by stage: ")[2].partition(",")[0])
+    assert smallest < enough[0]
+    for step in range(21):
+        budget = smallest + (enough[0] - smallest) * step // 20
+        found = tables([budget, *enough[1:]])
+        assert predict(found.plan, profile, None, found.costs)[0].total <= budget
