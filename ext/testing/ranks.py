@@ -13,6 +13,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -95,10 +97,12 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A TCP port that was free a moment ago, below those that the system hands out by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # whatever seed a test has set
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def _join(processes: Sequence[Any], folder: Path, deadline: float) -> None:
