@@ -128,7 +128,7 @@ def _by_units(
     budgets: Sequence[int],
 ) -> Decision:
     assert config.recompute is not None
-    try:
+    with _naming_budgets():
         tables = choose_tables(
             schedule,
             profile,
@@ -139,8 +139,6 @@ def _by_units(
             overlap=config.recompute.overlap is not False,
             show=amount,
         )
-    except BudgetError as error:
-        raise _under_its_key(error) from None
     return Decision(tables.schedule, tables.plan, f"{config.recompute.policy.type} (ext.recompute)", tables=tables)
 
 
@@ -274,7 +272,8 @@ def _naming_budgets() -> Iterator[None]:
     try:
         yield
     except BudgetError as error:
-        raise BudgetError(*(f"{BUDGET_KEY}: {problem}" for problem in error.problems)) from None
+        first, *rest = error.problems
+        raise BudgetError(f"{BUDGET_KEY}: {first}", *rest) from None
 
 
 def _fixed_recompute(config: ExtConfig) -> Literal["open", "none", "all"] | tuple[int, ...]:
@@ -311,15 +310,8 @@ def reads_plan_file(config: ExtConfig) -> bool:
 
 
 def _choose(policy: LayerPolicy, schedule: Schedule, profile: PipelineProfile, budgets: Sequence[int]) -> Choice:
-    try:
+    with _naming_budgets():
         return policy.choose(schedule, profile.models(schedule.may_recompute), budgets, amount)
-    except BudgetError as error:
-        raise _under_its_key(error) from None
-
-
-def _under_its_key(error: BudgetError) -> BudgetError:
-    first, *rest = error.problems
-    return BudgetError(f"{BUDGET_KEY}: {first}", *rest)
 
 
 def make_schedule(config: ExtConfig, shape: PipelineShape) -> Schedule:

@@ -49,6 +49,11 @@ class StageCosts:
     split: SplitMemory | None = None
 
     @property
+    def kept(self) -> float:
+        """What a forward leaves behind: all that it does not drop, and the stash."""
+        return self.activations - self.dropped + self.stash
+
+    @property
     def split_memory(self) -> SplitMemory:
         """What I and W hold; where that is not known, a deferred W keeps every activation."""
         return self.split or SplitMemory(self.activations, growth=0.0, working_set=self.dropped)

@@ -36,7 +36,7 @@ class Load(NamedTuple):
         """In the unit of the stage's activations."""
         split = stage.split_memory
         return (
-            self.kept * (stage.activations - stage.dropped + stage.stash)
+            self.kept * stage.kept
             + self.recomputed * stage.dropped
             + self.working * stage.working_set
             + self.waiting * split.waiting

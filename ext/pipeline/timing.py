@@ -125,8 +125,7 @@ def _sizes(stage: StageCosts, kind: Kind, inline: bool) -> tuple[float, float, f
     F keeps what it does not drop, and the stash. R brings the dropped part back; a B with the recompute inside never
     holds more of it than the working set. I leaves what its W needs, which W frees; B frees all.
     """
-    kept = stage.activations - stage.dropped + stage.stash
-    split = stage.split_memory
+    kept, split = stage.kept, stage.split_memory
     if kind is F:
         return kept, 0.0, 0.0
     if kind is R:

@@ -16,9 +16,9 @@ from ext.pipeline.memory import heaviest_loads, peak
 from ext.pipeline.plan import Plan
 from ext.pipeline.schedule import Schedule
 from ext.pipeline.stage_model import PipelineProfile, Stage, StageModel
-from ext.recompute.pipeline_tables import PipelineTables, early_shares, with_tables
+from ext.recompute.pipeline_tables import PipelineTables
 from ext.recompute.problem import InfeasibleBudget
-from ext.recompute.stage_costs import forward_bytes, reserve_bytes, table_costs
+from ext.recompute.stage_costs import table_costs
 from ext.recompute.stage_tables import Part, Solve, StageLayers, StageTables, seconds, solve_stage, worth_deciding
 from ext.recompute.table import KEEP, UNUSED, UnitTable
 from ext.recompute.units import LayerCosts
@@ -77,7 +77,7 @@ def more_choices(
 
 def _choices(profile: PipelineProfile, stage: int, found: Iterable[StageTables]) -> StageChoices:
     costs = [(tables, _costs(profile.stages[stage], tables)) for tables in found]
-    costs.sort(key=lambda entry: -forward_bytes(entry[1]))
+    costs.sort(key=lambda entry: -entry[1].kept)
     return StageChoices(
         tuple(tables for tables, _ in costs),
         StageModel(
@@ -140,7 +140,7 @@ def _left_to_r(tables: StageTables) -> StageTables:
         replace(part, solution=replace(part.solution, tables=tuple(_early(part, t) for t in part.solution.tables)))
         for part in tables.parts
     )
-    return _of_parts(len(tables.tables), parts)
+    return StageTables.of_parts(len(tables.tables), parts)
 
 
 def _early(part: Part, table: UnitTable) -> UnitTable:
@@ -151,15 +151,6 @@ def _early(part: Part, table: UnitTable) -> UnitTable:
         if decisions[unit.name] == ON_DEMAND and in_time and not unit.communication:
             decisions[unit.name] = WAIT
     return UnitTable.of(decisions)
-
-
-def _of_parts(num_layers: int, parts: Iterable[Part]) -> StageTables:
-    tables = [UnitTable(())] * num_layers
-    parts = tuple(parts)
-    for part in parts:
-        for position, table in zip(part.positions, part.solution.tables, strict=True):
-            tables[position] = table
-    return StageTables(tuple(tables), parts)
 
 
 def tables_of_plan(
@@ -180,21 +171,9 @@ def tables_of_plan(
         budgets: bytes that each stage's rank may hold.
         step_time: simulated seconds.
     """
-    plan = _without_idle_r(plan, stages)
-    early = early_shares(plan)
-    costs = tuple(map(table_costs, profile.stages, stages))
-    return PipelineTables(
-        schedule=schedule,
-        plan=with_tables(plan, stages),
-        stages=tuple(_exposing(tables, 1 - share) for tables, share in zip(stages, early, strict=True)),
-        costs=costs,
-        early=early,
-        step_time=step_time,
-        reserves=tuple(
-            reserve_bytes(plan.orders[plan.rank_of[s]], of_stage, budgets[s] - profile.fixed(s))
-            for s, of_stage in enumerate(costs)
-        ),
-    )
+    found = PipelineTables.of(schedule, _without_idle_r(plan, stages), stages, profile, budgets)
+    exposed = tuple(_exposing(tables, 1 - share) for tables, share in zip(stages, found.early, strict=True))
+    return replace(found, stages=exposed, step_time=step_time)
 
 
 def _without_idle_r(plan: Plan, stages: Sequence[StageTables]) -> Plan:

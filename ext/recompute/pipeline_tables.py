@@ -58,6 +58,30 @@ class PipelineTables:
     step_time: float
     reserves: tuple[int, ...]
 
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        plan: Plan,
+        stages: Sequence[StageTables],
+        profile: PipelineProfile,
+        budgets: Sequence[int],
+    ) -> PipelineTables:
+        """Tables that a plan, with every R, was made for or is to be run with; the plan will say them."""
+        costs = tuple(map(table_costs, profile.stages, stages))
+        return cls(
+            schedule=schedule,
+            plan=with_tables(plan, stages),
+            stages=tuple(stages),
+            costs=costs,
+            early=early_shares(plan),
+            step_time=simulate(plan, Costs(costs)).step_time,
+            reserves=tuple(
+                reserve_bytes(plan.orders[plan.rank_of[s]], of_stage, budgets[s] - profile.fixed(s))
+                for s, of_stage in enumerate(costs)
+            ),
+        )
+
     @property
     def fell_back(self) -> list[int]:
         """Stages for which a search ran out of time and a greedy table stands in."""
@@ -248,19 +272,7 @@ class _Pipeline:
             recomputed_layers=[tables.num_recomputing for tables in stages],
             max_in_flight=[self.schedule.max_in_flight(rank) for rank in ranks],
         )
-        costs = tuple(map(table_costs, self.profile.stages, stages))
-        return PipelineTables(
-            schedule=self.schedule,
-            plan=with_tables(plan, stages),
-            stages=tuple(stages),
-            costs=costs,
-            early=early_shares(plan),
-            step_time=simulate(plan, Costs(costs)).step_time,
-            reserves=tuple(
-                reserve_bytes(plan.orders[plan.rank_of[s]], of_stage, self.budgets[s] - self.profile.fixed(s))
-                for s, of_stage in enumerate(costs)
-            ),
-        )
+        return PipelineTables.of(self.schedule, plan, stages, self.profile, self.budgets)
 
 
 def early_shares(plan: Plan) -> tuple[float, ...]:

@@ -60,16 +60,11 @@ def _split(stage: Stage, tables: StageTables, costs: StageCosts) -> SplitMemory:
         by_layer = max(found, split.waiting) + layer + stage.most_growth + read
         return max(found, split.waiting, min(everything, by_layer)) - found
 
-    kept = forward_bytes(costs)
+    kept = costs.kept
     after_r = kept + costs.dropped
     late = working_set(tables, *IN_BACKWARD) if any(tables.recomputed(*BEFORE_BACKWARD)) else 0
     growth = max(0.0, beyond(after_r - late, late) - late)  # an R's bytes have room for those of one layer
     return SplitMemory(split.waiting, growth, beyond(kept, costs.working_set))
-
-
-def forward_bytes(costs: StageCosts) -> float:
-    """What a forward leaves behind."""
-    return costs.activations - costs.dropped + costs.stash
 
 
 def reserve_bytes(order: Iterable[Action], costs: StageCosts, room: float) -> int:
@@ -81,7 +76,7 @@ def reserve_bytes(order: Iterable[Action], costs: StageCosts, room: float) -> in
         room: bytes for all that the stage holds for micro-batches.
     """
     loads = heaviest_loads(order)
-    kept = max(load.kept * forward_bytes(costs) + load.waiting * costs.split_memory.waiting for load in loads)
+    kept = max(load.kept * costs.kept + load.waiting * costs.split_memory.waiting for load in loads)
     return round(max(room - kept, max(load.recomputed for load in loads) * costs.dropped))
 
 

@@ -103,6 +103,15 @@ class StageTables:
     tables: tuple[UnitTable, ...]
     parts: tuple[Part, ...] = ()
 
+    @classmethod
+    def of_parts(cls, num_layers: int, parts: Iterable[Part]) -> StageTables:
+        """Of a stage with so many layers; those that no part decides about are kept."""
+        tables, parts = [keep_all(())] * num_layers, tuple(parts)
+        for part in parts:
+            for position, table in zip(part.positions, part.solution.tables, strict=True):
+                tables[position] = table
+        return cls(tuple(tables), parts)
+
     @property
     def exposed(self) -> float:
         """Seconds of recomputation in the critical path, per micro-batch on average."""
@@ -181,11 +190,7 @@ def solve_stage(stage: StageLayers, solve: Solve) -> StageTables:
         parts = [Part(kinds[0].positions, only, solve_tightly(only, solve))]
     else:
         parts = _solve_kinds(stage.budget, kinds, problems, most, solve)
-    tables = [keep_all(())] * len(stage.layers)
-    for part in parts:
-        for position, table in zip(part.positions, part.solution.tables, strict=True):
-            tables[position] = table
-    return StageTables(tuple(tables), tuple(parts))
+    return StageTables.of_parts(len(stage.layers), parts)
 
 
 def _solve_kinds(

@@ -138,16 +138,16 @@ class Space:
         if not 0 <= count < len(model.costs):
             return None
         costs = model.costs[count]
-        kept, split = costs.activations - costs.dropped + costs.stash, costs.split_memory
+        split = costs.split_memory
         room = self.budgets[rank] * ROUNDING - model.fixed
-        if kept + costs.working_set > room:
+        if costs.kept + costs.working_set > room:
             return None
         return StageNumbers(
             forward=costs.forward,
             input_grad=costs.input_grad,
             weight_grad=costs.weight_grad,
             recompute=costs.recompute,
-            kept=kept,
+            kept=costs.kept,
             dropped=costs.dropped,
             working_set=costs.working_set,
             waiting=split.waiting,

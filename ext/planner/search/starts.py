@@ -86,7 +86,7 @@ def _needed(space: Space, layers: tuple[int, ...], factor: float) -> tuple[list[
 def _fewest(model: StageModel, budget: float, flight: int) -> int:
     """The fewest recomputed layers with which a rank can hold so many micro-batches; all where none suffice."""
     for count, costs in enumerate(model.costs):
-        size = flight * (costs.activations - costs.dropped + costs.stash) + costs.working_set + model.fixed
+        size = flight * costs.kept + costs.working_set + model.fixed
         if size <= budget:
             return count
     return len(model.costs) - 1
