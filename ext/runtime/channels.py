@@ -19,10 +19,8 @@ from torch import Tensor
 from ext.core.errors import CommunicationError, DataError
 from ext.pipeline.passes import MAX_UNFINISHED_SENDS
 from ext.runtime import messages
-from ext.runtime.messages import Message, MessageSpec, Specs, TensorSpec, as_bytes, as_tuple
+from ext.runtime.messages import Message, MessageSpec, Specs, as_bytes, as_tuple
 from ext.runtime.pairs import open_pair
-
-__all__ = ["Channel", "Links", "Message", "Receiver", "Sender", "TensorSpec", "as_tuple"]
 
 
 class Channel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ext.cost.profile import LayerProfile
 from ext.recompute.profile import profile_layer
+from ext.recompute.unit_engine import constants_of
 from ext.recompute.units import LayerCosts
 from ext.runtime.deferral import measure_deferral, tensors_of
 from ext.runtime.live_bytes import LiveBytes, storage_key
@@ -101,7 +101,7 @@ class ProfiledLayer:
 
     def __call__(self, inputs: Any) -> Any:
         flags = [t.requires_grad for t in tensors_of(inputs)] if self.needs_grad is None else list(self.needs_grad())
-        constant = list(_constants_of(self._layer)) if self._constants is None else self._constants
+        constant = list(constants_of(self._layer)) if self._constants is None else self._constants
         trained = [tensor for tensor in constant if tensor.requires_grad]
 
         def run() -> tuple[Any, list[Tensor]]:
@@ -227,13 +227,3 @@ def _detached(values: Any, needs_grad: Sequence[bool]) -> Any:
         return value.detach().requires_grad_(next(flags)) if isinstance(value, Tensor) else value
 
     return type(values)(map(detach, values)) if isinstance(values, tuple | list) else detach(values)
-
-
-def _constants_of(layer: Any) -> Iterator[Tensor]:
-    """Parameters and buffers of a module, or of the modules that a partial function is given."""
-    if isinstance(layer, nn.Module):
-        yield from layer.parameters()
-        yield from layer.buffers()
-    elif isinstance(layer, partial):
-        for argument in layer.args:
-            yield from _constants_of(argument)

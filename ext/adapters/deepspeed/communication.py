@@ -13,7 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ext.core.errors import DataError
 from ext.pipeline.actions import Kind
 from ext.pipeline.plan import Plan
-from ext.runtime.channels import Channel, Links, as_tuple
+from ext.runtime.channels import Channel, Links
+from ext.runtime.messages import as_tuple
 from ext.runtime.recorder import Recorder
 from ext.runtime.watchdog import Watchdog
 

@@ -21,7 +21,7 @@ from ext.pipeline.actions import Kind
 from ext.pipeline.trace import LOAD
 from ext.recompute.regions import DroppedLayer, MicrobatchRegions, RngTracker
 from ext.recompute.stage_units import StageUnits
-from ext.runtime.channels import Message, TensorSpec, as_tuple
+from ext.runtime.messages import Message, TensorSpec, as_tuple
 from ext.runtime.split_backward import WeightGradQueue
 
 

@@ -32,15 +32,12 @@ from ext.pipeline.memory_table import StageMemory, predict, table
 from ext.pipeline.stage_model import PipelineProfile, Stage
 from ext.recompute.advice import nearest_change
 from ext.recompute.pipeline_tables import UnitCostsOfStages
-from ext.runtime.channels import as_tuple
 from ext.runtime.live_bytes import CountsOneStep, LiveBytes, storage_bytes
 from ext.runtime.memory_story import is_out_of_memory, most_seen, story
+from ext.runtime.messages import as_tuple
 from ext.runtime.profile import ReplayedIterator
 
 logger = logging.getLogger(__name__)
-
-SWITCH = "EXT_MEMORY_REPORT"
-"""Environment variable that asks for the table in any run; rank 0's counts."""
 
 
 class MemoryWatch(CountsOneStep):
@@ -57,7 +54,7 @@ class MemoryWatch(CountsOneStep):
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        asked = [os.environ.get(SWITCH, "") not in ("", "0")]
+        asked = [budget.is_report_asked(os.environ)]
         dist.broadcast_object_list(asked, src=0)
         self._shows = asked[0]
         self._is_due = asked[0] or needs_profile(engine.ext_config)
@@ -218,8 +215,8 @@ class MemoryWatch(CountsOneStep):
         stage = self._engine.stage_id
         if not self.rows:
             return OutOfMemoryError(
-                f"stage {stage} ran out of memory: {error}\nThere is no prediction; set {SWITCH}=1 to get one per "
-                "stage, or let ext.recompute.policy 'stage_aware' choose what fits."
+                f"stage {stage} ran out of memory: {error}\nThere is no prediction; set {budget.REPORT_SWITCH}=1 "
+                "to get one per stage, or let ext.recompute.policy 'stage_aware' choose what fits."
             )
         row = self.rows[stage]
         if self._counter is not None:

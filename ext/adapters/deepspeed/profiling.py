@@ -17,7 +17,7 @@ from ext.adapters.deepspeed.layers import LayerInventory, layers_replaced
 from ext.adapters.deepspeed.rng import DeepSpeedRngTracker
 from ext.cost.profile import LOSS, LayerProfile
 from ext.recompute.units import LayerCosts
-from ext.runtime.channels import as_tuple
+from ext.runtime.messages import as_tuple
 from ext.runtime.profile import ProfiledLayer, shared_profiles
 
 

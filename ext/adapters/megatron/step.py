@@ -23,7 +23,8 @@ from ext.pipeline.plan import Plan
 from ext.recompute.regions import MicrobatchRegions
 from ext.recompute.stage_units import StageUnits
 from ext.recompute.unit_engine import MicrobatchUnits
-from ext.runtime.channels import Links, Receiver, TensorSpec, as_tuple
+from ext.runtime.channels import Links, Receiver
+from ext.runtime.messages import TensorSpec, as_tuple
 from ext.runtime.split_backward import WeightGradQueue
 
 if TYPE_CHECKING:
