@@ -14,10 +14,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+
+from ext.core.errors import RoutingError
 
 EXIT_ALARM = 71
 PAUSE_S = 0.5
@@ -104,6 +106,24 @@ class Alarm:
         kind, rank, _, text = heard.split(":", 3)
         sys.stderr.write(f"rank {dist.get_rank()} stops, as rank {rank} failed: {kind}: {text}\n")
         sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def routing_errors_told(alarm: Alarm | None, agrees_after: bool) -> Iterator[None]:
+    """An error of one expert-parallel group inside is heard by the ranks of the others, too.
+
+    Args:
+        alarm: where such an error would not reach all ranks.
+        agrees_after: whether what runs the step brings all ranks together over an error.
+    """
+    try:
+        yield
+    except RoutingError as error:
+        if alarm is not None:
+            alarm.ring(error)
+            if not agrees_after:
+                alarm.hold_back()
+        raise
 
 
 class _Shared:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ext.adapters.deepspeed.moe_gate import GateRouter
-from ext.core.errors import ConfigError, RoutingError
+from ext.core.errors import ConfigError
 from ext.moe.aux_loss import attach
 from ext.moe.dispatchers.base import Dispatcher
 from ext.moe.router import RouterConfig
-from ext.runtime.alarm import Alarm
+from ext.runtime.alarm import Alarm, routing_errors_told
 
 
 class DispatchMOELayer(MOELayer):
@@ -53,7 +53,7 @@ class DispatchMOELayer(MOELayer):
         dispatcher = self._connected()
         with self._timed(MOE_TIMER, "time_moe"):
             x = hidden.reshape(-1, hidden.shape[-1])
-            with self._errors_told():
+            with routing_errors_told(self.alarm, self.agrees_after):
                 routing = self.router(x, used_tokens, dispatcher.group, top_k, capacity_factor)
             selection = routing.selection
             self.l_aux, self.exp_counts = routing.l_aux, selection.counts
@@ -91,18 +91,6 @@ class DispatchMOELayer(MOELayer):
                 "before the first forward."
             )
         return self.dispatcher
-
-    @contextmanager
-    def _errors_told(self) -> Iterator[None]:
-        """An error of one expert-parallel group is heard by the ranks of the others, too."""
-        try:
-            yield
-        except RoutingError as error:
-            if self.alarm is not None:
-                self.alarm.ring(error)
-                if not self.agrees_after:
-                    self.alarm.hold_back()
-            raise
 
     @contextmanager
     def _timed(self, timer: str, attribute: str) -> Iterator[None]:

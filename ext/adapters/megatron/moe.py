@@ -21,12 +21,11 @@ from ext.adapters.megatron.resolve import runs_plans
 from ext.comm.all_to_all import Exchange, HopOrder, LinearExchange, Plan, TwoLevelExchange
 from ext.comm.topology import RankGroup, rank_groups
 from ext.config import ExtConfig
-from ext.core.errors import RoutingError
 from ext.core.replay import remember
 from ext.moe.agreement import Call, agree
 from ext.moe.dispatchers.auto import AutoDispatcher
 from ext.moe.dispatchers.base import ExchangeDispatcher
-from ext.runtime.alarm import Alarm
+from ext.runtime.alarm import Alarm, routing_errors_told
 
 Chooser = Callable[[Tensor, int, int | None], Exchange]
 
@@ -102,7 +101,7 @@ class ExchangeTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _agreed(self, connection: Connection, hidden_states: Tensor, probs: Tensor) -> Exchange | None:
         """What this call's rows travel by, once all ranks of the group can go on."""
-        alarm, config = connection.alarm, self.config
+        config = self.config
         tokens = hidden_states.detach().view(-1, hidden_states.shape[-1])
         k, factor = config.moe_router_topk, config.moe_expert_capacity_factor
         capacity = None
@@ -112,15 +111,9 @@ class ExchangeTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 num_tokens=tokens.shape[0] * k, num_experts=self.num_experts, capacity_factor=factor
             )
         call = Call(tokens.shape[0], k, factor, tokens.shape[1], tokens.dtype, capacity=capacity)
-        try:
+        with routing_errors_told(connection.alarm, connection.agrees_after):
             # A logit that is not finite leaves no weight of its token finite.
             max_tokens = agree(call, probs.detach(), connection.group, self.layer)
-        except RoutingError as error:
-            if alarm is not None:
-                alarm.ring(error)
-                if not connection.agrees_after:
-                    alarm.hold_back()
-            raise
         if connection.exchange is None:
             return None
         return connection.exchange(tokens, *((max_tokens, k) if capacity is None else (capacity, None)))
